@@ -8,7 +8,9 @@
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <string>
 #include <utility>
 
@@ -44,6 +46,30 @@ bool same_rate(double a, double b) {
   return std::abs(a - b) <= 1e-9 * std::abs(b);
 }
 
+// Whether the first groups have these rates. Groups may have been added since.
+bool begins_with(const std::vector<double>& current, const std::vector<double>& lrs) {
+  return current.size() >= lrs.size() && std::equal(lrs.begin(), lrs.end(), current.begin());
+}
+
+void require_rates(const std::vector<double>& current, const std::vector<double>& lrs) {
+  for (std::size_t i = 0; i < lrs.size(); ++i) {
+    if (i < current.size() && current[i] == lrs[i]) continue;
+    throw Error(
+        kLRScheduler,
+        c10::str("the learning rate ", lrs[i], " in group ", i, ", as this scheduler has set it"),
+        i < current.size() ? c10::str(current[i]) : "no such group",
+        "let one LRScheduler alone set the rates of an optimizer: combine schedules with "
+        "SequentialLR, change rates with set_base_lrs()");
+  }
+}
+
+// The first group whose rates differ; the number of groups if there is none.
+std::size_t first_other(const std::vector<double>& a, const std::vector<double>& b) {
+  std::size_t i = 0;
+  while (i < a.size() && same_rate(a[i], b[i])) ++i;
+  return i;
+}
+
 }  // namespace
 
 LRScheduler::LRScheduler(torch::optim::Optimizer& optimizer, LRSchedule schedule)
@@ -76,21 +102,26 @@ void LRScheduler::set(std::vector<double> base_lrs, std::int64_t steps, std::vec
   last_lrs_ = std::move(lrs);
 }
 
+bool LRScheduler::was_loaded_later(const std::vector<double>& current) const {
+  return !loaded_lrs_.empty() && !begins_with(current, last_lrs_) &&
+         begins_with(current, loaded_lrs_);
+}
+
 void LRScheduler::step() {
   const auto current = current_lrs(*optimizer_);
-  for (std::size_t i = 0; i < last_lrs_.size(); ++i) {
-    if (i < current.size() && current[i] == last_lrs_[i]) continue;
-    throw Error(kLRScheduler,
-                c10::str("the learning rate ", last_lrs_[i], " in group ", i,
-                         ", as this scheduler has set it"),
-                i < current.size() ? c10::str(current[i]) : "no such group",
-                "let one LRScheduler alone set the rates of an optimizer: combine schedules with "
-                "SequentialLR, change rates with set_base_lrs()");
-  }
+  const bool is_late = was_loaded_later(current);
+  if (!is_late) require_rates(current, last_lrs_);
   auto base_lrs = base_lrs_;
   for (std::size_t i = base_lrs.size(); i < current.size(); ++i) base_lrs.push_back(current[i]);
   auto lrs = rates(base_lrs, steps_ + 1);
+  if (const auto i = first_other(loaded_lrs_, last_lrs_); is_late && i < loaded_lrs_.size()) {
+    log()->warn(
+        "the optimizer was loaded after its scheduler: until now group {} had the learning rate {} "
+        "of the saved run, not {}; load the optimizer first",
+        i, loaded_lrs_[i], last_lrs_[i]);
+  }
   set(std::move(base_lrs), steps_ + 1, std::move(lrs));
+  loaded_lrs_.clear();
 }
 
 void LRScheduler::set_base_lrs(std::vector<double> base_lrs) {
@@ -108,14 +139,16 @@ void LRScheduler::set_base_lrs(std::vector<double> base_lrs) {
 void LRScheduler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("steps", c10::IValue(steps_));
   archive.write("base_lrs", torch::tensor(base_lrs_, at::kDouble), /*is_buffer=*/true);
-  archive.write("lrs", torch::tensor(last_lrs_, at::kDouble), /*is_buffer=*/true);
+  // Those that the optimizer's file has.
+  const auto& lrs = was_loaded_later(current_lrs(*optimizer_)) ? loaded_lrs_ : last_lrs_;
+  archive.write("lrs", torch::tensor(lrs, at::kDouble), /*is_buffer=*/true);
 }
 
 void LRScheduler::load(torch::serialize::InputArchive& archive) {
   const std::size_t groups = optimizer_->param_groups().size();
   const auto steps = read_value<std::int64_t>(archive, "steps", kLoadLRScheduler);
   auto base_lrs = read_doubles(archive, "base_lrs", groups);
-  const auto saved = read_doubles(archive, "lrs", groups);
+  auto saved = read_doubles(archive, "lrs", groups);
   std::vector<double> lrs;
   try {
     lrs = rates(base_lrs, steps);
@@ -123,15 +156,14 @@ void LRScheduler::load(torch::serialize::InputArchive& archive) {
     throw FileError(kLoadLRScheduler, "a state that fits the schedule", error.what(),
                     "make the schedule as the saved run did, or longer");
   }
-  for (std::size_t i = 0; i < groups; ++i) {
-    if (same_rate(lrs[i], saved[i])) continue;
+  if (const auto i = first_other(lrs, saved); i < groups) {
     log()->warn(
         "the schedule gives group {} the learning rate {} after {} steps; in the saved run it was "
         "{}. Training continues with the schedule of this program",
         i, lrs[i], steps, saved[i]);
-    break;
   }
   set(std::move(base_lrs), steps, std::move(lrs));
+  loaded_lrs_ = std::move(saved);
 }
 
 }  // namespace semitone::optim

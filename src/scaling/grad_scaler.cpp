@@ -26,6 +26,9 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled_) return loss;
   settle_update();
   at::Tensor scaled = scaler_.scaled(loss);
+  note_changes();
+  if (scaled.requires_grad())
+    scaled.register_hook([count = backwards_](const at::TensorBase& /*grad*/) { ++*count; });
   scaled_ = true;
   return scaled;
 }
@@ -44,6 +47,34 @@ void GradScaler::require_scaled(const char* caller) const {
   }
 }
 
+// Whether a parameter has a gradient that is unscaled, as another optimizer's.
+bool GradScaler::is_unscaled(const at::Tensor& parameter) const {
+  const auto found = unscaled_.find(parameter.unsafeGetTensorImpl());
+  if (found == unscaled_.end()) return false;
+  const Unscaled& unscaled = found->second;
+  const at::Tensor& grad = parameter.grad();
+  if (!grad.defined() || unscaled.grad.lock().get() != grad.unsafeGetTensorImpl()) return false;
+  // Without a scaled backward pass, it was changed by the program: clipped, for example.
+  return version_of(grad) == unscaled.version || unscaled.backwards == *backwards_;
+}
+
+void GradScaler::note_unscaled(const at::Tensor& parameter) {
+  const at::Tensor& grad = parameter.grad();
+  if (!grad.defined()) return;
+  unscaled_.insert_or_assign(
+      parameter.unsafeGetTensorImpl(),
+      Unscaled{Unscaled::Grad(grad.getIntrusivePtr()), version_of(grad), *backwards_});
+}
+
+// Before the next backward pass: what has changed unscaled gradients until now was not one.
+void GradScaler::note_changes() {
+  for (auto& [parameter, unscaled] : unscaled_) {
+    const auto grad = unscaled.grad.lock();
+    if (!grad.defined() || unscaled.backwards != *backwards_) continue;
+    unscaled.version = version_of(at::Tensor(grad));
+  }
+}
+
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!enabled_) return;
   require_scaled("unscale_");
@@ -54,15 +85,23 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   }
   settle_update();
   const events::PhaseScope phase(events::Phase::unscale);
-  Gradients gradients(scaler_.inverse());
+  Gradients scaled(scaler_.inverse());
+  Gradients unscaled(1.0F);  // only checked
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    gradients.unscale(parameter);
+    (is_unscaled(parameter) ? unscaled : scaled).unscale(parameter);
   });
   Progress progress;
-  gradients.run(progress.found_inf);
+  unscaled.run(progress.found_inf);
+  scaled.run(progress.found_inf);
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    note_unscaled(parameter);
+  });
   // Without gradients here, other ranks may still have some.
   if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
-  if (!stepped_) progress.state = StepWatch::progress_of(optimizer);
+  if (!stepped_) {
+    progress.watch = std::make_shared<StepWatch>();
+    progress.watch->start(optimizer);
+  }
   progress_.emplace(&optimizer, std::move(progress));
 }
 
@@ -179,9 +218,9 @@ void GradScaler::update() {
                 "call scaler.step(optimizer), not optimizer.step()");
   }
   for (auto& [optimizer, progress] : progress_) {
-    if (stepped_ || progress.stepped || StepWatch::progress_of(*optimizer) == progress.state)
+    if (stepped_ || progress.watch == nullptr || !progress.watch->state_shows_step(*optimizer))
       continue;
-    progress.state = StepWatch::progress_of(*optimizer);  // reported once
+    progress.watch = nullptr;  // reported once
     throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
                 "optimizer.step(), which steps on inf", "call scaler.step(optimizer) instead");
   }
@@ -196,6 +235,7 @@ void GradScaler::update() {
     }
   }
   progress_.clear();
+  unscaled_.clear();
   if (next.late.empty()) return scaler_.update(next.overflowed);
   update_ = std::move(next);
 }
@@ -206,6 +246,7 @@ void GradScaler::update(double new_scale) {
   settle_all();
   scaler_.set_scale(new_scale);
   progress_.clear();
+  unscaled_.clear();
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {
@@ -229,6 +270,7 @@ void GradScaler::load(torch::serialize::InputArchive& archive) {
   settle_update();
   scaler_.load(archive);
   progress_.clear();
+  unscaled_.clear();
 }
 
 }  // namespace semitone::amp

@@ -4,6 +4,7 @@
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
 #include "tests/amp/training_idioms_fixture.h"
+#include "tests/support/archive.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
@@ -89,6 +90,73 @@ TEST(AStepPastMixedPrecision, IsNoErrorWhereThereIsNone) {
       EXPECT_EQ(trained.step(), Step::stepped);
       trained.backward();
     }
+  }
+}
+
+// A dry run before a training is resumed: the step counts are those of the file.
+TEST(AStepPastMixedPrecision, IsNotALoadedState) {
+  for (const std::string level : {"O1", "O2", "O3"}) {
+    for (const auto& kind : every_optimizer()) {
+      for (const int steps : {1, 3}) {
+        SCOPED_TRACE(level + " " + kind.name + " " + std::to_string(steps));
+        const auto dtype = level == "O3" ? torch::kBFloat16 : torch::kHalf;
+        const auto options = with_scale(level, dtype).loss_scale("dynamic");
+        Training first(options, kind.make);
+        for (int i = 0; i < steps; ++i) {
+          first.mixed->zero_grad(*first.optimizer);
+          first.backward();
+          ASSERT_EQ(first.step(), Step::stepped);
+        }
+        auto file = test::saved(*first.optimizer);
+        auto again = test::saved(*first.optimizer);
+        Training resumed(options, kind.make);
+        resumed.backward();
+        if (steps == 1) resumed.optimizer->zero_grad();
+        resumed.optimizer->load(file);
+        EXPECT_NO_THROW(resumed.loss());
+        // Over existing state.
+        resumed.mixed->zero_grad(*resumed.optimizer);
+        resumed.backward();
+        resumed.optimizer->load(again);
+        EXPECT_NO_THROW(resumed.loss());
+        // The optimizer is still watched.
+        resumed.mixed->zero_grad(*resumed.optimizer);
+        resumed.backward();
+        resumed.optimizer->step();
+        resumed.optimizer->zero_grad();
+        expect_error([&] { resumed.loss(); }, {"mixed.step(optimizer)", "optimizer.step()"});
+        resumed.backward();
+        EXPECT_EQ(resumed.step(), Step::stepped);
+      }
+    }
+  }
+}
+
+// With the weights, as a checkpoint is.
+TEST(AStepPastMixedPrecision, IsNotALoadedTraining) {
+  for (const auto& kind : every_optimizer()) {
+    SCOPED_TRACE(kind.name);
+    const auto options = with_scale("O1", torch::kHalf);
+    Training first(options, kind.make);
+    for (int i = 0; i < 3; ++i) {
+      first.mixed->zero_grad(*first.optimizer);
+      first.backward();
+      ASSERT_EQ(first.step(), Step::stepped);
+    }
+    auto file = test::saved(*first.optimizer);
+    Training resumed(options, kind.make);
+    resumed.backward();
+    resumed.optimizer->zero_grad();
+    {
+      const at::NoGradGuard no_grad;
+      const auto weights = first.model->parameters();
+      for (std::size_t i = 0; i < weights.size(); ++i)
+        resumed.model->parameters()[i].copy_(weights[i]);
+    }
+    resumed.optimizer->load(file);
+    EXPECT_NO_THROW(resumed.loss());
+    resumed.backward();
+    EXPECT_EQ(resumed.step(), Step::stepped);
   }
 }
 

@@ -12,9 +12,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace semitone::optim {
@@ -165,6 +167,99 @@ TEST(LRScheduler, WarnsIfTheProgramsScheduleIsNotTheSavedRuns) {
   scheduler.load(other);
   EXPECT_NE(log.text().find("learning rate"), std::string::npos) << log.text();
   EXPECT_EQ(scheduler.get_last_lr()[0], LRSchedule(CosineAnnealingLR(20)).lr(0.4, 4));
+}
+
+// The rates in the optimizer's file are those of the saved run's schedule.
+TEST(LRScheduler, FollowsTheProgramsScheduleIfTheOptimizerIsLoadedBeforeOrAfter) {
+  auto saved_optimizer = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  LRScheduler first(saved_optimizer, CosineAnnealingLR(10));
+  for (int step = 0; step < 4; ++step) first.step();
+  const LRSchedule schedule = CosineAnnealingLR(20);
+  const auto rates = [&](std::int64_t step) {
+    return std::vector<double>{schedule.lr(0.4, step), schedule.lr(0.1, step)};
+  };
+  for (const bool optimizer_first : {true, false}) {
+    auto optimizer_file = saved(saved_optimizer);
+    auto file = saved(first);
+    auto resumed = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+    LRScheduler scheduler(resumed, schedule);
+    if (optimizer_first) resumed.load(optimizer_file);
+    scheduler.load(file);
+    if (!optimizer_first) resumed.load(optimizer_file);
+    EXPECT_EQ(lrs_of(resumed), optimizer_first ? rates(4) : lrs_of(saved_optimizer));
+    const test::CapturedLog log;
+    for (int step = 5; step < 8; ++step) {
+      scheduler.step();
+      EXPECT_EQ(lrs_of(resumed), rates(step));
+    }
+    EXPECT_EQ(scheduler.steps(), 7);
+    EXPECT_EQ(log.text().find("load the optimizer first") == std::string::npos, optimizer_first)
+        << log.text();
+  }
+}
+
+TEST(LRScheduler, IsSavedAndLoadedAgainBeforeItsFirstStepAfterTheOptimizer) {
+  auto optimizer = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  LRScheduler first(optimizer, CosineAnnealingLR(10));
+  for (int step = 0; step < 4; ++step) first.step();
+  auto optimizer_file = saved(optimizer);
+  auto file = saved(first);
+  const LRSchedule schedule = CosineAnnealingLR(20);
+  for (int run = 0; run < 3; ++run) {
+    auto resumed = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+    LRScheduler scheduler(resumed, schedule);
+    scheduler.load(file);
+    resumed.load(optimizer_file);
+    optimizer_file = saved(resumed);
+    file = saved(scheduler);
+    scheduler.step();
+    EXPECT_EQ(lrs_of(resumed), (std::vector<double>{schedule.lr(0.4, 5), schedule.lr(0.1, 5)}));
+  }
+}
+
+// As on a machine with another libm.
+TEST(LRScheduler, ResumesWithRatesThatAreRoundedDifferently) {
+  const auto rounded = [](double by) {
+    return LambdaLR([by](std::int64_t step) { return by / static_cast<double>(1 + step); });
+  };
+  auto saved_optimizer = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  LRScheduler first(saved_optimizer, rounded(1 + 1e-14));
+  first.step();
+  auto optimizer_file = saved(saved_optimizer);
+  auto file = saved(first);
+  auto resumed = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  const test::CapturedLog log;
+  LRScheduler scheduler(resumed, rounded(1));
+  scheduler.load(file);
+  resumed.load(optimizer_file);
+  ASSERT_NE(lrs_of(resumed), scheduler.get_last_lr());
+  scheduler.step();
+  EXPECT_EQ(lrs_of(resumed), (std::vector<double>{0.4 / 3, 0.1 / 3}));
+  EXPECT_EQ(log.text(), "");
+}
+
+TEST(LRScheduler, AcceptsNoRatesButThoseOfTheSavedRunAndThoseOnce) {
+  auto optimizer = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  LRScheduler first(optimizer, CosineAnnealingLR(10));
+  for (int step = 0; step < 4; ++step) first.step();
+  auto file = saved(first);
+  auto resumed = two_groups<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  LRScheduler scheduler(resumed, CosineAnnealingLR(20));
+  scheduler.load(file);
+  const auto set = [&](const std::vector<double>& lrs) {
+    for (std::size_t i = 0; i < lrs.size(); ++i) resumed.param_groups()[i].options().set_lr(lrs[i]);
+  };
+  const auto of_file = first.get_last_lr();
+  set({of_file[0], 0.3});
+  expect_error([&] { scheduler.step(); }, {"in group 0"});
+  set({of_file[0], scheduler.get_last_lr()[1]});
+  expect_error([&] { scheduler.step(); }, {"in group 0"});
+  EXPECT_EQ(scheduler.steps(), 4);
+  set(of_file);
+  scheduler.step();
+  set(of_file);
+  expect_error([&] { scheduler.step(); }, {"in group 0"});
+  EXPECT_EQ(scheduler.steps(), 5);
 }
 
 TEST(LRScheduler, RefusesFilesThatDoNotFitAndChangesNothing) {

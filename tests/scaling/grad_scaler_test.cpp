@@ -4,6 +4,7 @@
 
 #include "semitone/core/error.h"
 #include "tests/scaling/grad_scaler_fixture.h"
+#include "tests/support/archive.h"
 #include "tests/support/errors.h"
 #include "tests/support/optimizers.h"
 #include "tests/support/recorded_events.h"
@@ -194,6 +195,103 @@ TEST(GradScaler, AParameterThatIsInTheOptimizerTwiceIsUnscaledOnce) {
   EXPECT_EQ(weight.grad().item<float>(), 1);
 }
 
+// Two optimizers that have a parameter in common, with a learning rate of 1.
+struct TwoThatShare {
+  at::Tensor shared = parameter({0});
+  at::Tensor of_a = parameter({0});
+  at::Tensor of_b = parameter({0});
+  torch::optim::SGD a{{shared, of_a}, 1.0};
+  torch::optim::SGD b{{of_b, shared}, 1.0};
+
+  at::Tensor loss() const { return 3 * shared.sum() + 5 * of_a.sum() + 7 * of_b.sum(); }
+  // What the steps since the last call have subtracted from shared, of_a and of_b.
+  std::vector<float> steps() {
+    std::vector<float> steps;
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& one : std::vector<at::Tensor>{shared, of_a, of_b}) {
+      steps.push_back(-one.item<float>());
+      one.zero_();
+    }
+    return steps;
+  }
+};
+
+TEST(GradScaler, AParameterThatIsInTwoOptimizersIsUnscaledOnce) {
+  for (const bool unscale_early : {false, true}) {
+    TwoThatShare two;
+    GradScaler scaler(LossScaleOptions::fixed(128));
+    for (int i = 0; i < 3; ++i) {  // with gradients that stay the same tensors
+      two.a.zero_grad(/*set_to_none=*/false);
+      two.b.zero_grad(/*set_to_none=*/false);
+      scaler.scale(two.loss()).backward();
+      if (unscale_early) {
+        scaler.unscale_(two.b);
+        scaler.unscale_(two.a);
+      }
+      EXPECT_EQ(scaler.step(two.a), Step::stepped);
+      EXPECT_EQ(scaler.step(two.b), Step::stepped);
+      scaler.update();
+      EXPECT_EQ(two.steps(), (std::vector<float>{6, 5, 7}));
+    }
+  }
+}
+
+TEST(GradScaler, AnOverflowInASharedParameterSkipsBothOptimizers) {
+  for (const float broken : {kInf, kNan}) {
+    TwoThatShare two;
+    GradScaler scaler(kRule);
+    scaler.scale(two.loss()).backward();
+    two.shared.mutable_grad().fill_(broken);
+    EXPECT_EQ(scaler.step(two.a), Step::skipped);
+    EXPECT_EQ(scaler.step(two.b), Step::skipped);
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 64);
+    EXPECT_EQ(two.steps(), (std::vector<float>{0, 0, 0}));
+    // In another parameter, it skips that one's optimizer.
+    two.a.zero_grad();
+    two.b.zero_grad();
+    scaler.scale(two.loss()).backward();
+    two.of_a.mutable_grad().fill_(broken);
+    EXPECT_EQ(scaler.step(two.a), Step::skipped);
+    EXPECT_EQ(scaler.step(two.b), Step::stepped);
+    EXPECT_EQ(two.steps(), (std::vector<float>{3, 0, 7}));
+  }
+}
+
+TEST(GradScaler, ASharedGradientThatWasClippedIsNotUnscaledAgain) {
+  TwoThatShare two;
+  GradScaler scaler(LossScaleOptions::fixed(128));
+  scaler.scale(two.loss()).backward();
+  scaler.unscale_(two.a);
+  two.shared.mutable_grad().mul_(0.5);
+  EXPECT_EQ(scaler.step(two.a), Step::stepped);
+  // A loss that does not concern it.
+  two.of_b.mutable_grad().reset();
+  scaler.scale(11 * two.of_b.sum()).backward();
+  EXPECT_EQ(scaler.step(two.b), Step::stepped);
+  EXPECT_EQ(two.steps(), (std::vector<float>{3, 5, 11}));
+}
+
+TEST(GradScaler, TheGradientOfAnotherLossInASharedParameterIsUnscaledToo) {
+  for (const bool set_to_none : {true, false}) {
+    for (const bool scale_early : {true, false}) {
+      SCOPED_TRACE(c10::str("set_to_none ", set_to_none, ", scale_early ", scale_early));
+      TwoThatShare two;
+      GradScaler scaler(LossScaleOptions::fixed(128));
+      const at::Tensor first = scaler.scale(two.loss());
+      at::Tensor second = scale_early ? scaler.scale(2 * two.loss()) : at::Tensor();
+      first.backward();
+      EXPECT_EQ(scaler.step(two.a), Step::stepped);
+      two.b.zero_grad(set_to_none);
+      if (!scale_early) second = scaler.scale(2 * two.loss());
+      second.backward();
+      EXPECT_EQ(scaler.step(two.b), Step::stepped);
+      scaler.update();
+      EXPECT_EQ(two.steps(), (std::vector<float>{3 + 6, 5, 14}));
+    }
+  }
+}
+
 TEST(GradScaler, ParameterGroupsAddedLaterTakePart) {
   const auto first = parameter({1});
   const auto second = parameter({1});
@@ -220,6 +318,26 @@ TEST(GradScaler, AStepOfTheOptimizerItselfIsAnError) {
     weight.mutable_grad() = torch::ones({2});
     EXPECT_EQ(scaler.step(*optimizer), Step::stepped);
     EXPECT_NO_THROW(scaler.update());
+  }
+}
+
+TEST(GradScaler, ALoadedStateIsNoStepOfTheOptimizer) {
+  for (const auto& kind : test::all_optimizers()) {
+    for (const int steps : {1, 3}) {
+      SCOPED_TRACE(kind.name);
+      const auto saved_weight = parameter({1, 1});
+      const auto saved = kind.make({saved_weight});
+      saved_weight.mutable_grad() = torch::ones({2});
+      for (int i = 0; i < steps; ++i) saved->step();
+      auto file = test::saved(*saved);
+      const auto weight = parameter({1, 1});
+      const auto optimizer = kind.make({weight});
+      GradScaler scaler = used_once();
+      weight.mutable_grad() = torch::ones({2});
+      scaler.unscale_(*optimizer);
+      optimizer->load(file);
+      EXPECT_NO_THROW(scaler.update());
+    }
   }
 }
 

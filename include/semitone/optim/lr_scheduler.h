@@ -55,8 +55,9 @@ class LRScheduler {
   /// or once an epoch if the schedule counts epochs.
   ///
   /// Error after the end of a schedule that has one (LRSchedule::total_steps). Error if the rate of
-  /// a group is not the one that this object has set: another scheduler or the program would be
-  /// overruled. Combine schedules with SequentialLR, and change rates with set_base_lrs().
+  /// a group is not the one that this object has set (or, in the first step after load(), has
+  /// loaded): another scheduler or the program would be overruled. Combine schedules with
+  /// SequentialLR, and change rates with set_base_lrs().
   void step();
 
   /// Returns the number of steps counted so far. Skipped steps are not among them.
@@ -70,9 +71,14 @@ class LRScheduler {
   void set_base_lrs(std::vector<double> base_lrs);
 
   /// Saves and loads the number of steps, the base rates and the rates. load() sets the rates of
-  /// the optimizer, which may be loaded before or after. The schedule itself is not saved: it is
-  /// the program's. If it gives other rates for the saved step than it did in the saved run, load()
-  /// logs a warning, and training continues with those of this program.
+  /// the optimizer. The schedule itself is not saved: it is the program's. If it gives other rates
+  /// for the saved step than it did in the saved run, load() logs a warning, and training continues
+  /// with those of this program.
+  ///
+  /// The optimizer, whose file has the saved run's rates too, may be loaded before or after. With
+  /// another schedule, load the optimizer first. Otherwise its file replaces the rates that load()
+  /// has set: steps of the optimizer until the next step() or set_base_lrs() use those of the saved
+  /// run, not those of get_last_lr(). step() then logs a warning, and sets those of this program.
   ///
   /// FileError, with nothing changed, if the archive is not a scheduler's, has another number of
   /// groups, or a step after the end of the schedule.
@@ -83,12 +89,16 @@ class LRScheduler {
   // The rates of all groups; Error for one that an optimizer cannot use.
   std::vector<double> rates(const std::vector<double>& base_lrs, std::int64_t steps) const;
   void set(std::vector<double> base_lrs, std::int64_t steps, std::vector<double> lrs);
+  // Whether the optimizer's file has replaced the rates that load() has set.
+  bool was_loaded_later(const std::vector<double>& current) const;
 
   torch::optim::Optimizer* optimizer_;
   LRSchedule schedule_;
   std::int64_t steps_ = 0;
   std::vector<double> base_lrs_;
   std::vector<double> last_lrs_;
+  // From load() to step(): the saved run's rates, which the optimizer has if it is loaded later.
+  std::vector<double> loaded_lrs_;
 };
 
 }  // namespace semitone::optim

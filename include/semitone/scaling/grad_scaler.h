@@ -5,9 +5,13 @@
 #include "semitone/scaling/step.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,6 +20,8 @@
 #include <vector>
 
 namespace semitone::amp {
+
+class StepWatch;
 
 /// See GradScaler::set_found_inf_hook.
 using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
@@ -49,6 +55,8 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 /// - fp16 gradients, which torch refuses, are unscaled in fp32 arithmetic. Sparse gradients are
 ///   coalesced.
 /// - An optimizer without any gradient is not an error: its step() is called as usual.
+/// - The gradient of a parameter that is in several optimizers is divided by the scale once. torch
+///   divides it once for each of them.
 /// - A closure cannot be passed, since the optimizer would evaluate the model again while gradients
 ///   are scaled.
 ///
@@ -77,6 +85,12 @@ class GradScaler {
   /// Divides the gradients of the optimizer's parameters by the scale, in place, and checks for inf
   /// and NaN. May be called once between two updates, before step(). Error if scale() was never
   /// called, or at a second call.
+  ///
+  /// A parameter may be in several optimizers. A gradient that was unscaled for one of them since
+  /// the last update is only checked for the others, even if it was clipped in the meantime. The
+  /// gradient is unscaled again if another tensor has replaced it, or if it was changed in place
+  /// after the start of another backward pass of a loss from scale(). Call zero_grad() before such
+  /// a backward pass: it would add a scaled gradient to one that is not scaled any more.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls optimizer.step() unless a gradient is inf or NaN. Unscales first if unscale_() was not
@@ -131,7 +145,15 @@ class GradScaler {
     bool stepped = false;               // or skipped
     bool overflowed = false;            // found_inf as read by the host; valid if stepped, not late
     std::shared_ptr<detail::LateFlags> late = {};  // found_inf if the device has decided the step
-    std::int64_t state = 0;                        // of the optimizer, when gradients were unscaled
+    std::shared_ptr<StepWatch> watch = {};  // since gradients were unscaled, until the first step()
+  };
+
+  // The gradient of a parameter, which was unscaled.
+  struct Unscaled {
+    using Grad = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    Grad grad;               // which it does not keep alive
+    std::uint32_t version;   // of the gradient
+    std::int64_t backwards;  // backward passes of scaled losses, by then
   };
 
   // An update of the scale whose result is not known yet.
@@ -141,6 +163,9 @@ class GradScaler {
   };
 
   void require_scaled(const char* caller) const;
+  bool is_unscaled(const at::Tensor& parameter) const;
+  void note_unscaled(const at::Tensor& parameter);
+  void note_changes();
   bool read(Progress& progress) const;
   void call_hook(Progress& progress) const;
   bool may_defer(torch::optim::Optimizer& optimizer, const Progress& progress) const;
@@ -156,6 +181,10 @@ class GradScaler {
   bool stepped_ = false;  // step() was called
   // Since the last update.
   mutable std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;
+  std::unordered_map<const c10::TensorImpl*, Unscaled> unscaled_;  // by parameter
+  // The number of backward passes of losses from scale(), which count them.
+  std::shared_ptr<std::atomic<std::int64_t>> backwards_ =
+      std::make_shared<std::atomic<std::int64_t>>(0);
   detail::ParameterNames names_;
   FoundInfHook found_inf_hook_;
 };
