@@ -8,6 +8,7 @@
 #include "semitone/core/dtype.h"
 #include "src/core/file.h"
 #include "src/train/models.h"
+#include "src/train/step_count.h"
 #include "src/train/tuning.h"
 
 #include <fmt/format.h>
@@ -15,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include <cmath>
+#include <cstdint>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -34,7 +36,8 @@ struct TuneFlags {
 };
 
 // NaN and inf are null.
-std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
+// @param steps  of each training
+std::string json_of(const amp::TuneResult& result, const TuneFlags& flags, std::int64_t steps) {
   auto trials = nlohmann::ordered_json::array();
   for (const amp::TuneTrial& trial : result.trials) {
     trials.push_back({{"is_fp32", trial.is_fp32},
@@ -43,7 +46,7 @@ std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
                       {"in_band", trial.in_band}});
   }
   const nlohmann::ordered_json object = {
-      {"steps", flags.training.options.max_steps()},
+      {"steps", steps},
       {"band_percent", flags.band},
       {"fp32_loss", result.fp32_loss},
       {"given_loss", result.given_loss},
@@ -91,7 +94,8 @@ int run(TuneFlags flags) {
                                                             .on_trial(&print_trial));
   if (json != "-") human_output(json) << result.to_string();
   if (!flags.out.empty()) result.policy.save(flags.out);
-  write_json(json, json.empty() ? "" : json_of(result, flags));
+  write_json(
+      json, json.empty() ? "" : json_of(result, flags, train::count_steps(task.data, options).end));
   return kSuccess;
 }
 

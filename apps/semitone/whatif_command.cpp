@@ -5,9 +5,11 @@
 #include "apps/semitone/short_training.h"
 #include "semitone/report/what_if.h"
 #include "src/train/models.h"
+#include "src/train/step_count.h"
 #include "src/train/trainer.h"
 
-#include <algorithm>
+#include <fmt/format.h>
+
 #include <cstdint>
 #include <iostream>
 #include <memory>
@@ -19,11 +21,13 @@ namespace {
 
 constexpr auto kWhatIfCommand = "cli.whatif";
 constexpr std::int64_t kWhatIfSteps = 10;
+constexpr std::int64_t kLeastSteps = 2;  // it examines those after the first
 
 // Looks at the steps after the first, by when the model has its device and memory format, and not at
 // the test after the last.
 class Examiner : public train::Observer {
  public:
+  // @param last  the last step
   explicit Examiner(std::int64_t last) : last_(last) {}
 
   train::Classifier keep(train::Classifier model) {
@@ -35,7 +39,7 @@ class Examiner : public train::Observer {
   void on(const train::StepDone& step) override {
     if (what_if_.has_value()) what_if_->next_step();
     if (step.step == 1) what_if_.emplace(*model_->module());
-    if (step.step != std::min(last_, step.epochs * step.batches)) return;
+    if (step.step != last_) return;
     text_ = what_if_->to_string();
     json_ = what_if_->to_json();
     what_if_.reset();
@@ -55,15 +59,16 @@ class Examiner : public train::Observer {
 int run(ShortTraining training) {
   const std::string& json = training.json;
   require_json_writable(json);
-  if (training.options.max_steps() < 2) {
-    throw UsageError(kWhatIfCommand, "--max-steps from 2",
+  if (training.options.max_steps() < kLeastSteps) {
+    throw UsageError(kWhatIfCommand, fmt::format("--max-steps from {}", kLeastSteps),
                      std::to_string(training.options.max_steps()),
                      "use at least 2: whatif examines the steps after the first");
   }
   training.prepare(amp::OptLevel::O0);
   const train::Task task =
       load_task(train::find_model(training.model), training.data, kWhatIfCommand);
-  Examiner examiner(training.options.max_steps());
+  train::require_steps(task.data, training.options, kLeastSteps, kWhatIfCommand);
+  Examiner examiner(train::count_steps(task.data, training.options).end);
   train::train_classifier([&] { return examiner.keep(task.make_model()); },
                           train::with_one_test_example(task.data), training.options, examiner);
   if (json != "-") human_output(json) << examiner.text();

@@ -13,11 +13,6 @@ Batches::Batches(const Examples& examples, c10::Device device, bool channels_las
       channels_last_(channels_last),
       share_(share) {}
 
-std::int64_t Batches::count(std::int64_t batch_size) const {
-  const std::int64_t examples = (size() + share_.ranks - 1) / share_.ranks;
-  return (examples + batch_size - 1) / batch_size;
-}
-
 std::vector<at::Tensor> Batches::shuffled(std::int64_t batch_size, std::uint64_t seed,
                                           std::int64_t epoch) const {
   // Mixed: seed 0 in epoch 1 and seed 1 in epoch 0 get unrelated orders.

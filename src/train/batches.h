@@ -26,8 +26,6 @@ class Batches {
 
   // Examples of the whole set.
   std::int64_t size() const { return examples_->size(); }
-  // Batches of a pass over this share.
-  std::int64_t count(std::int64_t batch_size) const;
 
   // The indices of the examples, batch by batch; the last batch may be smaller. The order of an epoch
   // depends on seed and epoch only. In each batch, all ranks together have the examples that a

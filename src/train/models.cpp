@@ -62,6 +62,11 @@ class FramedResNetImpl : public torch::nn::Module {
     return net_->forward(framed(images, frame_).expand({-1, 3, -1, -1}));
   }
 
+  // The last BatchNorm layers see one value for each 32 x 32 pixels of an image.
+  static std::int64_t smallest_batch(const ImageShape& shape) {
+    return std::max(shape.height, shape.width) > kSmallestSide ? 1 : 2;
+  }
+
  private:
   static constexpr std::int64_t kSmallestSide = 32;
 
@@ -106,7 +111,8 @@ Classifier make_vit(const ImageShape& shape) {
 
 template <typename Net>
 Classifier make_resnet(const ImageShape& shape) {
-  return torch::nn::ModuleHolder<FramedResNetImpl<Net>>(shape);
+  return {torch::nn::ModuleHolder<FramedResNetImpl<Net>>(shape),
+          FramedResNetImpl<Net>::smallest_batch(shape)};
 }
 
 Classifier make_convnet(const ImageShape& shape) {

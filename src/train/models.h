@@ -38,6 +38,8 @@ struct ModelChoice {
 // convnet: zoo::ConvNet, for images from 4 x 4. resnet18, resnet50: zoo::ResNet18 and ResNet50 with a
 // residual_gain of 0.2. They take images of 1 or 3 channels. Since the networks have three channels
 // and need 32 x 32 pixels, a single channel is repeated, and smaller images are framed by zeros.
+// For images up to 32 x 32, each batch of a training must have at least 2 images
+// (Classifier::smallest_batch).
 // vit: zoo::ViT with 6 layers and the width and heads of DeiT-Tiny (192 and 3; Touvron et al. 2021).
 // The patch is the smallest power of two from 4 with at most 14 patches in each direction: 4 for
 // MNIST and CIFAR, 16 for 224 x 224. Images that are not whole patches are framed by zeros.

@@ -18,6 +18,7 @@
 #include "src/train/numbers.h"
 #include "src/train/run_config.h"
 #include "src/train/setup.h"
+#include "src/train/step_count.h"
 #include "src/train/step_decisions.h"
 
 #include <ATen/Parallel.h>
@@ -67,6 +68,7 @@ class Run {
                     : MemoryFormat::nchw),
         train_(*data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
         test_(*data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
+        count_(count_steps(data, options)),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
@@ -78,14 +80,12 @@ class Run {
                    device_of(options)) {
     reseed(options.group());
     agree_on_fp8();
-    const std::int64_t all = train_.count(options.batch_size());
-    batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
-    steps_ = batches_ * options.epochs();
   }
 
   TrainResult train() {
     resume();
-    if (position_.step < end_step_) checkpoints_.require_writable();
+    require_batches(count_, position_.step, setup_.model.smallest_batch(), options_, kind_);
+    if (position_.step < count_.end) checkpoints_.require_writable();
     train_to_end();
     checkpoints_.save();
     const std::optional<FileError> not_saved = checkpoints_.wait();
@@ -114,12 +114,11 @@ class Run {
   void resume() {
     const auto path = checkpoints_.resume();
     if (path.has_value()) observer_.on(Resumed{position_.step, *path});
-    end_step_ = options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
     // A finished training that is started again is only tested.
-    if (position_.step < end_step_ || options_.resume_auto()) return;
-    throw Error(kTrainer, fmt::format("a checkpoint of fewer than {} steps", end_step_),
+    if (position_.step < count_.end || options_.resume_auto()) return;
+    throw Error(kTrainer, fmt::format("a checkpoint of fewer than {} steps", count_.end),
                 std::to_string(position_.step),
-                options_.schedule() == Schedule::constant || end_step_ < steps_
+                options_.schedule() == Schedule::constant || count_.end < count_.steps
                     ? "raise epochs or max_steps"
                     : "a finished cosine schedule cannot be extended");
   }
@@ -133,9 +132,9 @@ class Run {
     observer_.on(TrainingBegins{*setup_.model.module(), *setup_.optimizer, kind_});
     const auto end = c10::make_scope_exit([this] { observer_.on(TrainingEnds{}); });
     const auto begin = Clock::now();
-    while (position_.step < end_step_ && stop_signal_ == 0) {
-      const std::int64_t epoch = position_.step / batches_;
-      const std::int64_t batch = position_.step % batches_;
+    while (position_.step < count_.end && stop_signal_ == 0) {
+      const std::int64_t epoch = position_.step / count_.batches;
+      const std::int64_t batch = position_.step % count_.batches;
       if (batch == 0 || order.empty()) {
         order = train_.shuffled(options_.batch_size(), static_cast<std::uint64_t>(options_.seed()),
                                 epoch);
@@ -146,7 +145,7 @@ class Run {
         position_.loss_count = 0;
       }
       step(order[static_cast<std::size_t>(batch)], nonfinite);
-      if (batch + 1 == batches_) {
+      if (batch + 1 == count_.batches) {
         observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
                                setup_.mixed.skipped_steps(), meter_.items_per_second(),
                                epoch_seconds_});
@@ -165,7 +164,7 @@ class Run {
     const events::PhaseScope phase(events::Phase::data);
     if (!options_.augment()) return train_.batch(indices);
     return train_.augmented(indices, static_cast<std::uint64_t>(options_.seed()),
-                            position_.step / batches_);
+                            position_.step / count_.batches);
   }
 
   at::Tensor loss_of(const Batch& batch) {
@@ -180,7 +179,8 @@ class Run {
     observer_.on(StepBegins{position_.step + 1});
     const auto begin = Clock::now();
     const Batch batch = read(indices);
-    const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
+    const double rate =
+        learning_rate(options_.schedule(), options_.lr(), position_.step, count_.steps);
     for (auto& group : setup_.optimizer->param_groups()) group.options().set_lr(rate);
     setup_.optimizer->zero_grad();
     const at::Tensor loss = loss_of(batch);
@@ -203,10 +203,11 @@ class Run {
     const double seconds = seconds_since(begin);
     meter_.add(seconds, batch.labels.size(0) * group().size());
     epoch_seconds_ += seconds;
-    observer_.on(StepDone{
-        (position_.step - 1) / batches_ + 1, options_.epochs(), (position_.step - 1) % batches_ + 1,
-        batches_, position_.step, value, skipped, loss_scale(), meter_.items_per_second(),
-        1e-3 * meter_.mean_ms() * static_cast<double>(end_step_ - position_.step), rate});
+    observer_.on(
+        StepDone{(position_.step - 1) / count_.batches + 1, options_.epochs(),
+                 (position_.step - 1) % count_.batches + 1, count_.batches, position_.step, value,
+                 skipped, loss_scale(), meter_.items_per_second(),
+                 1e-3 * meter_.mean_ms() * static_cast<double>(count_.end - position_.step), rate});
   }
 
   Tested test() {
@@ -286,11 +287,9 @@ class Run {
   MemoryFormat format_;
   Batches train_;
   Batches test_;
+  StepCount count_;
   Setup setup_;
   parallel::detail::ReplicaSync replicas_;
-  std::int64_t batches_ = 0;  // of an epoch
-  std::int64_t steps_ = 0;    // of all epochs
-  std::int64_t end_step_ = 0;
   Position position_;
   Checkpoints checkpoints_;
   StepDecisions decisions_;

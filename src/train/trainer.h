@@ -65,11 +65,13 @@ struct TrainResult {
 // checkpoint is saved before the test, so that a run that is killed during the test need only be
 // tested. A training that resume_auto finds finished is only tested.
 //
-// Error for options out of range. FileError for checkpoints or weights that cannot be written
-// (checked before training), for checkpoints that cannot be read or belong to another run, and for
-// later steps or another run in checkpoint_dir. DivergedError if too many consecutive steps were
-// skipped, if a step was taken with a non-finite loss, or if the test loss is not finite; earlier
-// checkpoints stay. CommError, naming the rank, if another process is lost.
+// Error for options out of range. Error on every process, before the first step, if one of the
+// steps to come has a batch of fewer examples than Classifier::smallest_batch. FileError for
+// checkpoints or weights that cannot be written (checked before training), for checkpoints that
+// cannot be read or belong to another run, and for later steps or another run in checkpoint_dir.
+// DivergedError if too many consecutive steps were skipped, if a step was taken with a non-finite
+// loss, or if the test loss is not finite; earlier checkpoints stay. CommError, naming the rank, if
+// another process is lost.
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer);
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/train/meter.h"
 #include "src/train/observer.h"
+#include "src/train/step_count.h"
 #include "src/train/trainer.h"
 
 #include <torch/utils.h>
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -62,9 +64,14 @@ class OneModel {
   Classifier model_;
 };
 
-void check_tuning(const TrainOptions& options) {
-  if (options.max_steps() < 4)
-    throw Error(kTuning, "at least 4 steps", fmt::format("{}", options.max_steps()));
+void check_tuning(const DataSet& data, const TrainOptions& options) {
+  // A quarter of fewer steps is less than one.
+  constexpr std::int64_t kLeastSteps = 4;
+  if (options.max_steps() < kLeastSteps) {
+    throw Error(kTuning, fmt::format("at least {} steps", kLeastSteps),
+                fmt::format("{}", options.max_steps()), "raise --max-steps");
+  }
+  require_steps(data, options, kLeastSteps, kTuning);
   if (options.group().size() > 1)
     throw Error(kTuning, "one process", fmt::format("{}", options.group().size()));
   for (const auto& path :
@@ -79,7 +86,7 @@ void check_tuning(const TrainOptions& options) {
 amp::TuneResult tune_classifier(const ModelFactory& make_model, const DataSet& data,
                                 const TrainOptions& options, const amp::CastPolicy& policy,
                                 const amp::TuneOptions& tune_options) {
-  check_tuning(options);
+  check_tuning(data, options);
   // The trainings' own meters begin after the model: without this one, which knows its memory,
   // LibTorch notes on stderr that they do not.
   const TensorMemoryMeter memory;

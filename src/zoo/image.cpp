@@ -56,6 +56,17 @@ class PnmHeader {
   std::size_t at_ = 2;  // behind P5 or P6
 };
 
+struct ScaledSize {
+  std::int64_t rows;
+  std::int64_t columns;
+};
+
+// The size of an image whose shorter side is scaled to a size.
+ScaledSize scaled_size(std::int64_t height, std::int64_t width, std::int64_t size) {
+  if (height > width) return {size * height / width, size};
+  return {size, size * width / height};
+}
+
 }  // namespace
 
 void throw_damaged_image(std::string_view expected, std::string_view name, std::string_view got) {
@@ -73,6 +84,19 @@ void check_pixels(std::uint64_t height, std::uint64_t width, std::int64_t max_pi
         "at most " + std::to_string(max_pixels) + " pixels in '" + std::string(name) + "'", got,
         "scale the image down, or remove it");
   }
+}
+
+void check_scaled_pixels(std::int64_t height, std::int64_t width, std::int64_t size,
+                         std::string_view name) {
+  constexpr std::int64_t kUsualRatio = 4;
+  if (std::max(height, width) <= kUsualRatio * std::min(height, width)) return;
+  const auto [rows, columns] = scaled_size(height, width, size);
+  if (rows <= kMostPixels / columns) return;
+  throw FileError(kImageFolder,
+                  "at most " + std::to_string(kMostPixels) + " pixels in '" + std::string(name) +
+                      "' with a shorter side of " + std::to_string(size),
+                  std::to_string(rows) + " x " + std::to_string(columns),
+                  "crop the image, or remove it");
 }
 
 at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_t max_pixels) {
@@ -108,25 +132,27 @@ at::Tensor decode_image(std::string_view bytes, std::string_view name, std::int6
                   "convert the file, with ImageMagick's mogrify -format png for example");
 }
 
-at::Tensor scale_and_crop(const at::Tensor& image, std::int64_t size) {
+at::Tensor scale_and_crop(const at::Tensor& image, std::int64_t size, std::string_view name) {
   const std::int64_t height = image.size(1);
   const std::int64_t width = image.size(2);
-  const std::int64_t rows = height > width ? size * height / width : size;
-  const std::int64_t columns = height > width ? size : size * width / height;
-  at::Tensor scaled = image;
-  if (rows != height || columns != width) {
-    scaled = at::_upsample_bilinear2d_aa(image.unsqueeze(0).to(torch::kFloat), {rows, columns},
-                                         /*align_corners=*/false)
-                 .squeeze(0)
-                 .round_()
-                 .clamp_(0, 255)
-                 .to(torch::kByte);
-  }
+  check_scaled_pixels(height, width, size, name);
+  const ScaledSize to = scaled_size(height, width, size);
   // Python rounds halves to even, as lrint does.
   const auto first = [size](std::int64_t all) -> std::int64_t {
     return std::lrint(static_cast<double>(all - size) / 2);
   };
-  return scaled.narrow(1, first(rows), size).narrow(2, first(columns), size);
+  const auto middle = [&](const at::Tensor& scaled) {
+    return scaled.narrow(1, first(to.rows), size).narrow(2, first(to.columns), size);
+  };
+  if (to.rows == height && to.columns == width) return middle(image);
+  // The whole image is scaled although only its middle is needed. LibTorch's kernel computes the
+  // centre of each filter in fp32, from the image's edge, so a part of the image would get slightly
+  // different pixels.
+  const at::Tensor scaled =
+      at::_upsample_bilinear2d_aa(image.unsqueeze(0).to(torch::kFloat), {to.rows, to.columns},
+                                  /*align_corners=*/false)
+          .squeeze(0);
+  return middle(scaled).round().clamp_(0, 255).to(torch::kByte);
 }
 
 }  // namespace semitone::zoo

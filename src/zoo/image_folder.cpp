@@ -219,7 +219,7 @@ at::Tensor read_image(const fs::path& path, const ImageFolderOptions& options) {
                     "more");
   }
   const at::Tensor image = decode_image(bytes, path.string());
-  return options.size().has_value() ? scale_and_crop(image, *options.size()) : image;
+  return options.size().has_value() ? scale_and_crop(image, *options.size(), path.string()) : image;
 }
 
 }  // namespace

@@ -344,6 +344,40 @@ TEST_F(CliTest, TrainsOnAFolderOfImages) {
                  "[zoo.image_folder] expected PNG, JPEG, PPM and PGM images, got");
 }
 
+TEST_F(CliTest, AnImageThatScalingWouldMakeTooLargeIsNamed) {
+  for (const char* const folder : {"a", "b"}) std::filesystem::create_directories(folder_ / folder);
+  const auto file = folder_ / "a/0.pgm";
+  write_text(file, "P5 20000 1 255\n" + std::string(20000, '\1'));
+  write_text(folder_ / "a/1.pgm", "P5 20000 1 255\n" + std::string(20000, '\1'));
+  write_text(folder_ / "b/0.pgm", "P5 1 1 255\n\1");
+  const ProcessResult finished =
+      run_semitone({"train", "--data", folder_.path().string(), "--image-size", "16384"});
+  expect_failure(finished, 1, "[zoo.image_folder] expected at most 134217728 pixels in '");
+  EXPECT_THAT(finished.err, HasSubstr((folder_ / "a").string()));
+}
+
+TEST_F(CliTest, ABatchThatIsTooSmallForBatchNormIsRefusedBeforeTraining) {
+  const test::TemporaryFolder ten;
+  test::write_data_set(ten.path(), 10, 2);
+  const Words words{"train",     "--data", ten.path().string(), "--model", "resnet18", "--quiet",
+                    "--threads", "1",      "--batch-size"};
+  for (const char* const level : {"O0", "O2"}) {
+    Words nine = words;
+    nine.insert(nine.end(), {"9", "--opt-level", level});
+    expect_failure(run_semitone(nine), 1,
+                   "[train.trainer] expected batches of at least 2 images for the model's "
+                   "BatchNorm layers, got 10 in batches of 9, of which the last has 1 — use "
+                   "another --batch-size");
+  }
+  Words one = words;
+  one.emplace_back("1");
+  expect_failure(run_semitone(one), 1, "got 1 — raise --batch-size");
+  Words five = words;
+  five.emplace_back("5");
+  const ProcessResult finished = run_semitone(five);
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+}
+
 TEST_F(CliTest, AFolderHasOneDataSet) {
   expect_failure(
       run_semitone({"train", "--data", folder_.path().string()}), 1,

@@ -1,4 +1,4 @@
-// `semitone tune`, and --policy of `train` and `ops`.
+// `semitone tune`, --policy of `train` and `ops`, and the smallest number of steps of `whatif`.
 
 #include "tests/apps/cli_fixture.h"
 #include "tests/apps/semitone_command.h"
@@ -23,6 +23,7 @@ using test::run_semitone;
 using test::Words;
 using test::write_text;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class TuneCommand : public CliTest {
  protected:
@@ -82,6 +83,35 @@ TEST_F(TuneCommand, RefusesWhatIsNoPolicy) {
   expect_failure(run_semitone(tune({"--max-steps", "2"})), 2, "--max-steps from 4");
   expect_failure(run_semitone(tune({"--out", (folder_ / "none" / "p.json").string()})), 1,
                  "p.json");
+}
+
+TEST_F(TuneCommand, RefusesATrainingOfFewerThanFourSteps) {
+  const ProcessResult one = run_semitone(tune({"--epochs", "1", "--limit-batches", "1"}));
+  expect_failure(one, 1,
+                 "[train.tuning] expected at least 4 steps, got 1 step in 1 epoch of 1 batch — "
+                 "raise --epochs or --limit-batches");
+  EXPECT_THAT(one.err, Not(HasSubstr("[tune]")));
+  const auto result = folder_ / "tune.json";
+  const ProcessResult four = run_semitone(
+      tune({"--epochs", "2", "--limit-batches", "2", "--band", "50", "--json", result.string()}));
+  EXPECT_TRUE(four.status.success()) << four.err;
+  EXPECT_EQ(json::parse(read_text(result)).at("steps"), 4);
+}
+
+TEST_F(TuneCommand, WhatIfRefusesATrainingOfOneStep) {
+  Words words = train({"--limit-batches", "1"});
+  words.front() = "whatif";
+  const auto with_epochs = [&](const char* epochs) {
+    Words all = words;
+    all.insert(all.end(), {"--epochs", epochs});
+    return run_semitone(all);
+  };
+  expect_failure(with_epochs("1"), 1,
+                 "[cli.whatif] expected at least 2 steps, got 1 step in 1 epoch of 1 batch — "
+                 "raise --epochs or --limit-batches");
+  const ProcessResult two = with_epochs("2");
+  EXPECT_TRUE(two.status.success()) << two.err;
+  EXPECT_THAT(two.out, HasSubstr("conv1"));
 }
 
 TEST_F(TuneCommand, AResumedTrainingHasTheSamePolicy) {

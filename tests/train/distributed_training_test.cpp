@@ -194,6 +194,36 @@ TEST(DistributedTrainer, TwoRanksLearnATextAsOneProcessDoes) {
   });
 }
 
+TEST(DistributedTrainer, EveryRankRefusesABatchThatIsTooSmallForBatchNorm) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const auto make = [] {
+      return Classifier(test::ToyNet(test::ToyNetOptions{
+                            .inputs = 28 * 28, .hidden = 8, .outputs = 10, .normalised = true}),
+                        /*smallest_batch=*/2);
+    };
+    const DataSet ten = image_data(test::made_up_images(10, 1), test::made_up_images(2, 2));
+    const auto options = options_for(OptLevel::O0, group);
+    // LibTorch's layers check the batch of their own process, also with --sync-bn.
+    for (const bool synced : {false, true}) {
+      Losses losses;
+      try {
+        train_classifier(make, ten, TrainOptions(options).batch_size(4).sync_batch_norm(synced),
+                         losses);
+        ADD_FAILURE() << "no Error";
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(),
+                    HasSubstr("[train.trainer] expected batches of at least 2 images per process "
+                              "for the model's BatchNorm layers, got 5 in batches of 4, of which "
+                              "the last has 1 — use another --batch-size or --global-batch-size"));
+      }
+      EXPECT_EQ(losses.values.size(), 0U);
+    }
+    // The group is as good as before.
+    EXPECT_EQ(train_classifier(make, ten, TrainOptions(options).batch_size(5)).steps, 1);
+  });
+}
+
 // DropNet, whose third forward pass divides 0 by 0 on one rank.
 struct FaultyNetImpl : torch::nn::Module {
   explicit FaultyNetImpl(bool is_faulty_) : is_faulty(is_faulty_) {

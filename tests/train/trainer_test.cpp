@@ -5,6 +5,7 @@
 #include "semitone/zoo/convnet.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
+#include "src/train/step_count.h"
 #include "tests/support/image_files.h"
 #include "tests/support/recorded_events.h"
 #include "tests/support/temporary_folder.h"
@@ -188,6 +189,32 @@ TEST(Trainer, LevelsSeeTheSameBatchesFromTheSameWeights) {
       << fp32.losses[0] << " " << bf16.losses[0];
 }
 
+TEST(Trainer, StepsAreCountedBeforeTraining) {
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16).batch_size(600).epochs(3);
+  const StepCount whole = count_steps(data(), options);
+  EXPECT_EQ(whole.examples, 640);
+  EXPECT_EQ(whole.all_batches, 2);
+  EXPECT_EQ(whole.batches, 2);
+  EXPECT_EQ(whole.last_batch, 40);
+  EXPECT_EQ(whole.steps, 6);
+  EXPECT_EQ(whole.end, 6);
+  const StepCount limited =
+      count_steps(data(), TrainOptions(options).batch_size(8).limit_batches(5).max_steps(11));
+  EXPECT_EQ(limited.all_batches, 80);
+  EXPECT_EQ(limited.batches, 5);
+  EXPECT_EQ(limited.last_batch, 8);
+  EXPECT_EQ(limited.steps, 15);
+  EXPECT_EQ(limited.end, 11);
+  require_steps(data(), options, 6, "train.test");
+  EXPECT_THAT(message_of([&] { require_steps(data(), options, 7, "train.test"); }),
+              HasSubstr("[train.test] expected at least 7 steps, got 6 steps in 3 epochs of 2 "
+                        "batches — raise --epochs, or lower --batch-size"));
+  EXPECT_THAT(message_of([&] {
+                require_steps(data(), TrainOptions(options).max_steps(2), 3, "train.test");
+              }),
+              HasSubstr("got 2 — raise --max-steps"));
+}
+
 TEST(Trainer, LimitsBatchesAndKeepsThePartialOne) {
   Recorder recorder;
   const auto options = options_for(OptLevel::O0, torch::kBFloat16);
@@ -196,6 +223,99 @@ TEST(Trainer, LimitsBatchesAndKeepsThePartialOne) {
   EXPECT_EQ(recorder.steps.size(), 2U);
   EXPECT_EQ(train_classifier(drop_net, data(), TrainOptions(options).batch_size(10'000)).steps, 2);
 }
+
+// -------------------------------------------------------------------------------------------------
+// batches that are too small for BatchNorm
+
+// With a BatchNorm that has no variance for a batch of one image.
+Classifier normalised_net() {
+  return {test::ToyNet(test::ToyNetOptions{
+              .inputs = 28 * 28, .hidden = 8, .outputs = 10, .normalised = true}),
+          /*smallest_batch=*/2};
+}
+
+DataSet ten_images() {
+  return image_data(test::made_up_images(10, 1), test::made_up_images(1, 2));
+}
+
+// The message of a training that does no step.
+std::string refusal(const TrainOptions& options, const DataSet& images = ten_images()) {
+  Recorder recorder;
+  const std::string message =
+      message_of([&] { train_classifier(normalised_net, images, options, recorder); });
+  EXPECT_EQ(recorder.losses.size(), 0U);
+  return message;
+}
+
+TEST(Trainer, ABatchThatIsTooSmallForBatchNormIsRefusedBeforeTheFirstStep) {
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16);
+  EXPECT_THAT(refusal(TrainOptions(options).batch_size(9)),
+              AllOf(HasSubstr("[train.trainer] expected batches of at least 2 images for the "
+                              "model's BatchNorm layers, got 10 in batches of 9, of which the last "
+                              "has 1"),
+                    HasSubstr("use another --batch-size, or leave that batch out with "
+                              "--limit-batches 1")));
+  EXPECT_THAT(refusal(TrainOptions(options).batch_size(1)),
+              HasSubstr("got 1 — raise --batch-size"));
+  EXPECT_THAT(refusal(TrainOptions(options).batch_size(1).max_steps(1)), HasSubstr("got 1 "));
+  EXPECT_THAT(refusal(options, image_data(test::made_up_images(1, 1), test::made_up_images(1, 2))),
+              HasSubstr("got 1 — train on more images"));
+}
+
+TEST(Trainer, BatchesThatBatchNormTakesAreTrained) {
+  const auto steps = [](const TrainOptions& options) {
+    return train_classifier(normalised_net, ten_images(), options).steps;
+  };
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16).batch_size(9);
+  EXPECT_EQ(steps(TrainOptions(options).batch_size(8)), 4);
+  // It never gets to the small batch.
+  EXPECT_EQ(steps(TrainOptions(options).limit_batches(1)), 2);
+  EXPECT_EQ(steps(TrainOptions(options).max_steps(1)), 1);
+}
+
+TEST(Trainer, AResumedTrainingRefusesTheSmallBatchAhead) {
+  const test::TemporaryFolder folder;
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16)
+                           .batch_size(9)
+                           .checkpoint_dir(folder / "run")
+                           .resume_auto(true);
+  train_classifier(normalised_net, ten_images(), TrainOptions(options).max_steps(1));
+  EXPECT_THAT(refusal(TrainOptions(options).max_steps(2)), HasSubstr("of which the last has 1"));
+  EXPECT_EQ(steps_in(folder / "run"), std::vector<std::int64_t>{1});
+  // A finished training is only tested.
+  EXPECT_EQ(
+      train_classifier(normalised_net, ten_images(), TrainOptions(options).max_steps(1)).steps, 1);
+}
+
+TEST(Trainer, ModelsSayTheSmallestBatchOnWhichTheyTrain) {
+  const torch::NoGradGuard no_grad;
+  const auto shapes = {ImageShape{1, 28, 28, 10}, ImageShape{3, 32, 32, 10},
+                       ImageShape{3, 33, 32, 10}, ImageShape{3, 8, 33, 10}, ImageShape{1, 4, 4, 2}};
+  for (const ModelChoice& choice : models()) {
+    if (choice.make_for_images == nullptr) continue;
+    for (const ImageShape& shape : shapes) {
+      const Classifier model = choice.make_for_images(shape);
+      torch::optim::SGD optimizer(model.module()->parameters(), 0.1);
+      amp::Model handle(model.module());
+      auto mixed = amp::initialize(handle, optimizer, amp::Options(OptLevel::O0).verbosity(0));
+      const auto trains = [&](std::int64_t batch_size) {
+        try {
+          model.forward(mixed,
+                        torch::rand({batch_size, shape.channels, shape.height, shape.width}));
+          return true;
+        } catch (const c10::Error&) {
+          return false;
+        }
+      };
+      EXPECT_EQ(trains(1), model.smallest_batch() == 1)
+          << choice.name << " " << shape.height << " x " << shape.width;
+      EXPECT_TRUE(trains(2)) << choice.name;
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// the loss scale, and names
 
 TEST(Trainer, TheLossScaleMovesAndSkipsAreCounted) {
   Recorder recorder;

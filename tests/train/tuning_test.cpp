@@ -10,7 +10,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <optional>
+#include <string_view>
 
 namespace semitone::train {
 namespace {
@@ -113,7 +115,31 @@ TEST(Tuning, TrainsAClassifierTheSameWayEachTime) {
 }
 
 TEST(Tuning, TakesATrainingThatEndsEarlier) {
-  EXPECT_TRUE(std::isfinite(tuned(short_training().limit_batches(3).epochs(1)).fp32_loss));
+  EXPECT_TRUE(std::isfinite(tuned(short_training().limit_batches(2).epochs(2)).fp32_loss));
+}
+
+TEST(Tuning, RefusesATrainingThatEndsBeforeFourSteps) {
+  const auto make = []() -> Classifier {
+    ADD_FAILURE() << "a training began";
+    return drop_net();
+  };
+  const auto refuses = [&](const TrainOptions& options,
+                           std::initializer_list<std::string_view> texts) {
+    test::expect_error(
+        [&] {
+          tune_classifier(make, data(), options,
+                          amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16}),
+                          amp::TuneOptions());
+        },
+        texts);
+  };
+  // One batch has all images.
+  refuses(short_training().batch_size(640).epochs(1),
+          {"[train.tuning] expected at least 4 steps, got 1 step in 1 epoch of 1 batch",
+           "raise --epochs, or lower --batch-size"});
+  refuses(short_training().limit_batches(1).epochs(3),
+          {"got 3 steps in 3 epochs of 1 batch", "raise --epochs or --limit-batches"});
+  refuses(short_training().limit_batches(3).epochs(1), {"got 3 steps in 1 epoch of 3 batches"});
 }
 
 TEST(Tuning, RefusesWhatItCannotRepeat) {

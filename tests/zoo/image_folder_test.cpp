@@ -130,6 +130,20 @@ TEST_F(ImageFolderTest, ImagesOfSeveralSizesNeedASize) {
   EXPECT_EQ(values(train).back(), 3);
 }
 
+TEST_F(ImageFolderTest, AnImageThatScalingWouldMakeTooLargeIsNamed) {
+  add("train/a/long.ppm", 1, 1, 20000);
+  add("train/b/0.ppm", 2);
+  add("test/a/0.ppm", 1);
+  add("test/b/0.ppm", 2);
+  // Of 64 TB, whose allocation fails at once.
+  EXPECT_THAT(
+      message(Split::train, ImageFolderOptions().size(16384)),
+      AllOf(HasSubstr("at most 134217728 pixels in '" + (folder_ / "train/a/long.ppm").string() +
+                      "' with a shorter side of 16384, got 16384 x 327680000"),
+            HasSubstr("crop the image")));
+  EXPECT_EQ(values(load(Split::train, ImageFolderOptions().size(2))), (std::vector<int>{1, 2}));
+}
+
 TEST_F(ImageFolderTest, FoldersThatAreNotADataSet) {
   EXPECT_THAT(message(), HasSubstr("at least two classes"));
   add("a/0.ppm", 1);

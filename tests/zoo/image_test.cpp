@@ -106,24 +106,53 @@ TEST(Image, OtherFormatsAreNamed) {
 
 TEST(Image, IsScaledToItsShorterSideAndCutInTheMiddle) {
   const at::Tensor image = noise({3, 6, 6});
-  EXPECT_TRUE(torch::equal(scale_and_crop(image, 6), image));
+  EXPECT_TRUE(torch::equal(scale_and_crop(image, 6, ""), image));
   // Wide and high images: the middle. Python rounds 2.5 to 2.
   const at::Tensor wide = noise({3, 6, 11});
-  EXPECT_TRUE(torch::equal(scale_and_crop(wide, 6), wide.narrow(2, 2, 6)));
+  EXPECT_TRUE(torch::equal(scale_and_crop(wide, 6, ""), wide.narrow(2, 2, 6)));
   const at::Tensor high = noise({3, 10, 6});
-  EXPECT_TRUE(torch::equal(scale_and_crop(high, 6), high.narrow(1, 2, 6)));
+  EXPECT_TRUE(torch::equal(scale_and_crop(high, 6, ""), high.narrow(1, 2, 6)));
   // A constant stays, and halving is a weighted mean around each pair, at most one off by rounding.
-  EXPECT_TRUE(torch::equal(scale_and_crop(torch::full({3, 9, 20}, 77, torch::kByte), 4),
+  EXPECT_TRUE(torch::equal(scale_and_crop(torch::full({3, 9, 20}, 77, torch::kByte), 4, ""),
                            torch::full({3, 4, 4}, 77, torch::kByte)));
   at::Tensor edge = torch::zeros({3, 8, 8}, torch::kByte);
   edge.narrow(2, 4, 4).fill_(200);
-  const at::Tensor half = scale_and_crop(edge, 4).to(torch::kLong);
+  const at::Tensor half = scale_and_crop(edge, 4, "").to(torch::kLong);
   EXPECT_LE((half.select(2, 0)).max().item<int>(), 1);
   EXPECT_GE((half.select(2, 3)).min().item<int>(), 199);
   // The triangle of width 4 around the pixels 2 and 3 has the weights 1 3 3 1 over 8.
   EXPECT_NEAR(half[0][0][1].item<int>(), 25, 1);
   EXPECT_NEAR(half[0][0][2].item<int>(), 175, 1);
-  EXPECT_EQ(scale_and_crop(noise({3, 3, 40}), 5).sizes(), (std::vector<std::int64_t>{3, 5, 5}));
+  EXPECT_EQ(scale_and_crop(noise({3, 3, 40}), 5, "").sizes(), (std::vector<std::int64_t>{3, 5, 5}));
+}
+
+TEST(Image, ALongImageThatScalingWouldMakeTooLargeIsRefused) {
+  const auto refusal = [](const at::Tensor& image, std::int64_t size) {
+    return test::message_of<FileError>([&] { scale_and_crop(image, size, "a/b.pgm"); });
+  };
+  const at::Tensor wide = torch::zeros({3, 1, 20000}, torch::kByte);
+  // Of 64 TB, whose allocation fails at once.
+  EXPECT_THAT(refusal(wide, 16384),
+              AllOf(HasSubstr("[zoo.image_folder] expected at most 134217728 pixels in 'a/b.pgm' "
+                              "with a shorter side of 16384, got 16384 x 327680000"),
+                    HasSubstr("crop the image")));
+  EXPECT_THAT(refusal(wide.transpose(1, 2), 16384), HasSubstr("got 327680000 x 16384"));
+  // The largest width at a height of 1 for ImageNet's size.
+  check_scaled_pixels(1, 2674, 224, "");
+  EXPECT_THROW(check_scaled_pixels(1, 2675, 224, ""), FileError);
+  // Of other images, the size alone makes them large.
+  check_scaled_pixels(100, 400, 16384, "");
+  EXPECT_THROW(check_scaled_pixels(100, 401, 16384, ""), FileError);
+  // An image that becomes smaller is within the limit of its file.
+  check_scaled_pixels(1000, 134217, 999, "");
+}
+
+TEST(Image, ALongImageWithinTheLimitIsScaled) {
+  const at::Tensor grey = torch::full({3, 1, 3000}, 77, torch::kByte);
+  const at::Tensor scaled = scale_and_crop(grey, 8, "");
+  EXPECT_TRUE(torch::equal(scaled, torch::full({3, 8, 8}, 77, torch::kByte)));
+  // Nothing but the result stays in memory.
+  EXPECT_EQ(scaled.storage().nbytes(), 3U * 8 * 8);
 }
 
 }  // namespace

@@ -52,8 +52,9 @@ struct ImageFolderOptions {
 /// for a folder that is missing or unreadable, has train without test and val or the reverse, or
 /// both test and val, for fewer than two classes, for a class without images, for splits with
 /// different classes, for links that form a loop, for a file that cannot be read or decoded, is
-/// truncated or corrupt, has more than 2^28 bytes or 2^27 pixels, for images of different sizes
-/// unless there is a size, and for more than max_bytes.
+/// truncated or corrupt, has more than 2^28 bytes or 2^27 pixels, for an image whose longer side is
+/// more than four times its shorter one and that would be scaled to more than 2^27 pixels, for
+/// images of different sizes unless there is a size, and for more than max_bytes.
 ImageSet load_image_folder(const std::filesystem::path& folder, Split split,
                            const ImageFolderOptions& options = {});
 
