@@ -626,7 +626,6 @@ TEST(Hooks, AcceptParametersWithoutElements) {
     torch::nn::Linear model(20, 20);
     // A bucket of its own, since no other parameter has this dtype.
     model->register_parameter("empty", torch::zeros({0, 3}, torch::kDouble));
-    const at::Tensor before = model->weight.detach().clone();
     const std::vector<std::shared_ptr<CommHook>> hooks = {
         std::make_shared<QuantizedAllReduceHook>(model->parameters()),
         std::make_shared<PowerSGDHook>(model->parameters(),
@@ -642,7 +641,6 @@ TEST(Hooks, AcceptParametersWithoutElements) {
       EXPECT_LE((model->weight.grad() - 3).abs().max().item<double>(), 0.05);
       EXPECT_TRUE(model->named_parameters()["empty"].grad().defined());
     }
-    EXPECT_TRUE(torch::equal(model->weight, before));
   });
 }
 
