@@ -2,7 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/launch/launch_options.h"
-#include "src/comm/machine.h"
+#include "src/comm/introduction.h"
 #include "src/comm/rendezvous.h"
 #include "src/comm/watch_messages.h"
 #include "src/launch/endpoint.h"
@@ -82,7 +82,9 @@ void watch(std::string_view input) {
   const auto loss = comm::parse_loss(line);
   const auto again = comm::parse_loss(comm::format_loss(loss));
   require(again.ranks == loss.ranks && again.what == loss.what, "the same loss");
-  comm::to_string(comm::parse_machine(std::string(line)));
+  const std::string introduction = comm::to_string(comm::parse_introduction(line));
+  require(comm::to_string(comm::parse_introduction(introduction)) == introduction,
+          "the same introduction");
 }
 
 }  // namespace semitone::fuzz
