@@ -19,7 +19,6 @@
 #include <future>
 #include <map>
 #include <string>
-#include <string_view>
 
 namespace semitone::launch {
 

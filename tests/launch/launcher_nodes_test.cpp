@@ -589,6 +589,7 @@ TEST_F(Strangers, MayHaveTheLongestNamesThatALauncherHas) {
 TEST_F(Strangers, AreKeptUpToALimitAndALauncherJoinsAfterThem) {
   start(std::chrono::minutes(1), 8);
   std::vector<Descriptor> strangers;
+  strangers.reserve(12);
   for (int i = 0; i < 12; ++i) strangers.push_back(connect());
   const auto closed = [&] { return std::count_if(strangers.begin(), strangers.end(), is_closed); };
   EXPECT_TRUE(eventually([&] { return closed() == 4; }));
