@@ -172,20 +172,15 @@ void cast_models(const Impl& impl) {
   });
 }
 
-// Lists the models' floating-point tensors: those that are in 16 bits now, and the others.
-void list_tensors(Impl& impl) {
+// Lists the models' floating-point tensors that are not in 16 bits now.
+void list_wide_tensors(Impl& impl) {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const Model& model : impl.models) {
     for (const ModelEntry& entry : entries_of(model)) {
       const at::Tensor& tensor = entry.tensor;
-      if (!tensor.is_floating_point() || !seen.insert(tensor.unsafeGetTensorImpl()).second)
-        continue;
-      if (is_16bit(tensor.scalar_type())) {
-        impl.low_tensors.push_back(
-            {entry.name, tensor, c10::DimVector(tensor.sizes()), tensor.scalar_type()});
-      } else {
+      if (tensor.is_floating_point() && !is_16bit(tensor.scalar_type()) &&
+          seen.insert(tensor.unsafeGetTensorImpl()).second)
         impl.wide_tensors.emplace_back(entry.name, tensor);
-      }
     }
   }
 }
@@ -247,7 +242,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   const Masters::ExactValues exact =
       makes_masters ? exact_values(optimizers) : Masters::ExactValues{};
   if (casts) cast_models(*impl);
-  if (properties.enabled) list_tensors(*impl);
+  if (properties.enabled) list_wide_tensors(*impl);
   add_optimizers(*impl, optimizers, exact);
   if (properties.enabled) impl->announce_exact_weights();
   if (properties.enabled && properties.verbosity >= 1) {

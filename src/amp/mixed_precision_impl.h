@@ -267,8 +267,9 @@ struct MixedPrecision::Impl {
   // Lets other rooms find the masters of the models' weights, until withdraw_exact_weights().
   void announce_exact_weights();
   void withdraw_exact_weights();
-  // The same for layers that were added since, in 16 bits.
-  void list_new_tensors();
+  // Lists the models' tensors in 16 bits, and announces them: all of them, and later those of layers
+  // that were added since.
+  void list_low_tensors();
 
   // Masters::pull and sync of every optimizer, after take_loaded(). Error inside
   // fp32_weights().

@@ -105,7 +105,7 @@ class MixedPrecision::Impl::Exact final : public ExactWeights {
 
 void MixedPrecision::Impl::announce_exact_weights() {
   exact = std::make_shared<Exact>(*this);
-  for (const LowTensor& low : low_tensors) announce_exact_weight(low.tensor, exact);
+  list_low_tensors();
 }
 
 void MixedPrecision::Impl::withdraw_exact_weights() {
@@ -114,8 +114,7 @@ void MixedPrecision::Impl::withdraw_exact_weights() {
   for (const LowTensor& low : low_tensors) withdraw_exact_weight(low.tensor, exact.get());
 }
 
-void MixedPrecision::Impl::list_new_tensors() {
-  if (exact == nullptr) return;  // during initialize
+void MixedPrecision::Impl::list_low_tensors() {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const LowTensor& low : low_tensors) seen.insert(low.tensor.unsafeGetTensorImpl());
   for (const WideTensor& wide : wide_tensors) {

@@ -46,7 +46,7 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
     parameters.push_back(nullptr);
   }
   if (parameters_seen == parameters) return;
-  list_new_tensors();
+  if (exact != nullptr) list_low_tensors();  // null without mixed precision
   std::unordered_map<const c10::TensorImpl*, OptimizerRecord*> owners;
   for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
   for (OptimizerRecord& record : optimizers) {
