@@ -48,6 +48,15 @@ bool is_partial(const std::string& name) {
   return name.starts_with(kPrefix) && name.ends_with(kPartial);
 }
 
+// What is in a directory, as far as it can be listed.
+std::vector<fs::path> entries_in(const fs::path& directory, std::error_code& error) {
+  std::vector<fs::path> entries;
+  for (fs::directory_iterator entry(directory, error); !error && entry != fs::directory_iterator();
+       entry.increment(error))
+    entries.push_back(entry->path());
+  return entries;
+}
+
 // Creates the directory with its parents, and flushes their entries.
 void create(const fs::path& directory) {
   std::error_code error;
@@ -83,6 +92,10 @@ std::optional<std::pair<dev_t, ino_t>> identity_of(const fs::path& directory) {
   return std::pair(status.st_dev, status.st_ino);
 }
 
+Descriptor open_directory(const fs::path& directory) {
+  return Descriptor(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+}
+
 // Whether this process got the lock of a directory, or the file system has none.
 bool lock(const Descriptor& directory) {
   return ::flock(directory.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
@@ -92,12 +105,8 @@ bool lock(const Descriptor& directory) {
 // others had them.
 void recover_locked(const fs::path& directory) {
   std::error_code error;
-  std::vector<fs::path> old;
-  for (fs::directory_iterator entry(directory, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
-    if (entry->path().filename().string().ends_with(kOld)) old.push_back(entry->path());
-  }
-  for (const fs::path& path : old) {
+  for (const fs::path& path : entries_in(directory, error)) {
+    if (!path.filename().string().ends_with(kOld)) continue;
     std::string name = path.filename().string();
     name.resize(name.size() - kOld.size());
     const fs::path complete = directory / name;
@@ -119,9 +128,8 @@ fs::path partial_path(const fs::path& directory, std::int64_t step) {
 std::vector<std::int64_t> steps_in(const fs::path& directory) {
   std::vector<std::int64_t> steps;
   std::error_code error;
-  fs::directory_iterator entry(directory, error);
-  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-    const auto step = step_of(entry->path().filename().string());
+  for (const fs::path& path : entries_in(directory, error)) {
+    const auto step = step_of(path.filename().string());
     if (step.has_value()) steps.push_back(*step);
   }
   if (error && error != std::errc::no_such_file_or_directory) {
@@ -133,9 +141,10 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
   return steps;
 }
 
-void recover(const fs::path& directory) {
-  const Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (opened.is_open() && lock(opened)) recover_locked(directory);
+std::vector<std::int64_t> steps_to_resume_in(const fs::path& directory) {
+  if (const Descriptor opened = open_directory(directory); opened.is_open() && lock(opened))
+    recover_locked(directory);
+  return steps_in(directory);
 }
 
 Staging::Staging(fs::path directory) : directory_(std::move(directory)) {
@@ -161,7 +170,7 @@ Staging::~Staging() {
 }
 
 void Staging::take_lock() {
-  lock_ = Descriptor(::open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  lock_ = open_directory(directory_);
   if (!lock_.is_open())
     fail_in(directory_, errno, "choose a directory that this user may write to");
   // Some network file systems have no locks. Saving works there, without this check.
@@ -179,13 +188,8 @@ void Staging::fail_beside_another() const {
 
 void Staging::remove_partial() const {
   std::error_code error;
-  std::vector<fs::path> partial;
-  for (fs::directory_iterator entry(directory_, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
-    if (is_partial(entry->path().filename().string())) partial.push_back(entry->path());
-  }
-  for (const fs::path& path : partial) {
-    if (!error) fs::remove_all(path, error);
+  for (const fs::path& path : entries_in(directory_, error)) {
+    if (!error && is_partial(path.filename().string())) fs::remove_all(path, error);
   }
   if (error) fail_in(directory_, error.value(), "remove its *.partial directories");
 }

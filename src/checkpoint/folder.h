@@ -25,16 +25,16 @@ std::filesystem::path partial_path(const std::filesystem::path& directory, std::
 // it cannot be listed.
 std::vector<std::int64_t> steps_in(const std::filesystem::path& directory);
 
-// Gives checkpoints their names back that a killed process was about to replace. Call it before
-// steps_in() where a run is resumed. Does nothing beside a process that is saving.
-void recover(const std::filesystem::path& directory);
+// The same where a run is resumed: a checkpoint that a killed process was about to replace gets its
+// name back, unless another process is saving.
+std::vector<std::int64_t> steps_to_resume_in(const std::filesystem::path& directory);
 
 // A checkpoint that is being written, by one process at a time. The destructor removes it unless it
 // is complete.
 class Staging {
  public:
-  // Creates the directory of the checkpoints, and recovers it as above. FileError if it cannot, or if another process is
-  // saving there.
+  // Creates the directory of the checkpoints. A checkpoint that a killed process was about to replace
+  // gets its name back. FileError if it cannot, or if another process is saving there.
   explicit Staging(std::filesystem::path directory);
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

@@ -196,9 +196,7 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
 std::vector<std::int64_t> Checkpoint::Impl::common_steps() const {
   std::vector<std::int64_t> steps;
   on_all_ranks(options.group(), kResume, [&] {
-    if (!is_first()) return;
-    recover(directory);
-    steps = steps_in(directory);
+    if (is_first()) steps = steps_to_resume_in(directory);
   });
   return to_steps(options.group().broadcast(to_words(steps)));
 }

@@ -48,8 +48,7 @@ Place find_place(const fs::path& path) {
                     error.message(), "--resume auto starts a new run if there is none");
   }
   if (const auto place = place_of_step(real)) return *place;
-  checkpoint::recover(real);
-  if (checkpoint::steps_in(real).empty()) {
+  if (checkpoint::steps_to_resume_in(real).empty()) {
     throw FileError(kCheckpoints, fmt::format("checkpoints to resume from at '{}'", path.string()),
                     "none",
                     "name a directory that has directories such as step-00000100, or one of these");
