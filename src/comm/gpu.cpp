@@ -73,10 +73,7 @@ void wait_for_values(c10d::Store& store, Watch& watch, int size, milliseconds ti
     if (is_late) break;
     std::this_thread::sleep_for(pause);
   }
-  std::vector<int> missing;
-  for (int rank = 0; rank < size; ++rank) {
-    if (!store.check({key_of(rank)})) missing.push_back(rank);
-  }
+  const std::vector<int> missing = ranks_without_value(store, kPrefix, size);
   if (missing.empty()) return;
   throw CommError(kInitComponent,
                   fmt::format("all {} ranks to select their GPU within {}", size,

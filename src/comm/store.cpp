@@ -146,18 +146,22 @@ std::vector<std::string> get_of_ranks(c10d::Store& store, const std::string& pre
   return strings;
 }
 
-std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
-                                std::chrono::milliseconds timeout) {
-  const auto keys = keys_of_ranks(prefix, size);
+std::vector<int> ranks_without_value(c10d::Store& store, const std::string& prefix, int size) {
   std::vector<int> missing;
-  try {
-    store.wait(keys, timeout);
-  } catch (const c10::DistStoreError&) {
-    for (int rank = 0; rank < size; ++rank) {
-      if (!store.check({keys[static_cast<std::size_t>(rank)]})) missing.push_back(rank);
-    }
+  for (int rank = 0; rank < size; ++rank) {
+    if (!store.check({prefix + std::to_string(rank)})) missing.push_back(rank);
   }
   return missing;
+}
+
+std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
+                                std::chrono::milliseconds timeout) {
+  try {
+    store.wait(keys_of_ranks(prefix, size), timeout);
+  } catch (const c10::DistStoreError&) {
+    return ranks_without_value(store, prefix, size);
+  }
+  return {};
 }
 
 }  // namespace semitone::comm

@@ -24,6 +24,9 @@ std::string get(c10d::Store& store, const std::string& key);  // waits for the k
 // Returns the values at prefix + rank for all ranks.
 std::vector<std::string> get_of_ranks(c10d::Store& store, const std::string& prefix, int size);
 
+// The ranks without a value at prefix + rank.
+std::vector<int> ranks_without_value(c10d::Store& store, const std::string& prefix, int size);
+
 // Waits for prefix + rank of every rank, and returns the ranks that did not come in time.
 std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
                                 std::chrono::milliseconds timeout);
