@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
@@ -19,6 +20,7 @@
 #include <future>
 #include <map>
 #include <string>
+#include <system_error>
 
 namespace semitone::launch {
 
@@ -109,6 +111,7 @@ inline std::string relayed_numbers(int rank, int count) {
 class ForkedProcess {
  public:
   ForkedProcess() : id_(::fork()) {
+    if (id_ < 0) throw std::system_error(errno, std::generic_category(), "fork");
     if (id_ != 0) return;
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     while (true) ::pause();
