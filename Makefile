@@ -42,7 +42,7 @@ program: configure  ## Build the program ./semitone only
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_cli
 
 build: configure  ## Build everything
-	$(say) "compiling with $(JOBS) jobs (about 10 minutes from nothing on 2 cores)"
+	$(say) "compiling with $(JOBS) jobs (about 30 minutes from nothing on 2 cores)"
 	@cmake --build $(BUILD) -j $(JOBS)
 
 package: program  ## Make .deb packages and a .tar.gz of Semitone, into build/release/packages/ (docs/packages.md)
