@@ -25,7 +25,7 @@ std::string remedy_for(const StepCount& count, std::int64_t smallest, const Trai
   }
   const char* const flags = has_ranks ? "--batch-size or --global-batch-size" : "--batch-size";
   if (options.batch_size() < smallest) return fmt::format("raise {}", flags);
-  const std::string other = fmt::format("use another {}", flags);
+  std::string other = fmt::format("use another {}", flags);
   if (count.batches == 1) return other;
   return fmt::format("{}, or leave that batch out with --limit-batches {}", other,
                      count.batches - 1);
