@@ -7,6 +7,7 @@
 #include "src/report/tensor_values.h"
 #include "src/report/what_if_state.h"
 
+#include <ATen/Context.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/utils.h>
@@ -52,14 +53,18 @@ std::unique_ptr<at::ObserverContext> enter_graph_node(WhatIfState& state,
   return node;
 }
 
-// The generator of an operator that drops elements, on the device of its first tensor.
-RandomNumbers random_numbers_of(const OperatorInfo& info,
-                                const std::vector<c10::IValue>& arguments) {
-  const auto& names = info.arguments;
-  if (std::find(names.begin(), names.end(), "dropout_p") == names.end()) return {};
+// Of the generator among the arguments, or the default one of the first tensor's device. That an
+// operator draws from it is not in its schema: lstm does.
+RandomNumbers random_numbers_of(const std::vector<c10::IValue>& arguments) {
   for (const c10::IValue& value : arguments)
-    if (value.isTensor() && value.toTensor().defined())
-      return RandomNumbers(value.toTensor().device());
+    if (value.isGenerator() && value.toGenerator().defined())
+      return RandomNumbers(value.toGenerator());
+  for (const c10::IValue& value : arguments) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const c10::Device device = value.toTensor().device();
+    if (device.is_cpu() || device.is_cuda())
+      return RandomNumbers(at::globalContext().defaultGenerator(device));
+  }
   return {};
 }
 
@@ -70,7 +75,7 @@ std::unique_ptr<at::ObserverContext> enter_examined(WhatIfState& state, const Op
   if (!op.has_value() || inputs.size() < info.arguments.size()) return nullptr;
   auto examined = std::make_unique<Examined>(state);
   const std::vector<c10::IValue> arguments(inputs.begin(), inputs.end());
-  examined->call.emplace(WhatIfState::Call{{}, *op, arguments, random_numbers_of(info, arguments)});
+  examined->call.emplace(WhatIfState::Call{{}, *op, arguments, random_numbers_of(arguments)});
   WhatIfRow& row = examined->call->row;
   row.op = without_overload(info.name);
   row.backward = torch::autograd::get_current_node() != nullptr;
@@ -197,7 +202,8 @@ std::string WhatIf::to_json() const {
                     {"calls", row.calls},
                     {"effects", std::move(effects)}});
   }
-  return nlohmann::ordered_json{{"rows", std::move(list)}}.dump(2);
+  return nlohmann::ordered_json{{"rows", std::move(list)}}.dump(
+      2, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
 }  // namespace semitone::report

@@ -102,8 +102,7 @@ double share(std::int64_t part, std::int64_t whole) {
 
 }  // namespace
 
-RandomNumbers::RandomNumbers(c10::Device device)
-    : generator_(at::globalContext().defaultGenerator(device)) {
+RandomNumbers::RandomNumbers(at::Generator generator) : generator_(std::move(generator)) {
   const std::lock_guard lock(generator_.mutex());
   before_ = generator_.get_state();
 }

@@ -31,18 +31,18 @@ namespace semitone::report {
 inline constexpr std::string_view kWhatIfStateName = "semitone what-if";
 inline constexpr c10::DebugInfoKind kWhatIfState = thread_state_kind(206, &kWhatIfStateName);
 
-// The generator of random numbers that an operator draws from, if it does, as it was before.
+// The generator of random numbers that an operator may draw from, as it was before.
 class RandomNumbers {
  public:
   RandomNumbers() = default;
-  explicit RandomNumbers(c10::Device device);
+  explicit RandomNumbers(at::Generator generator);
 
   // Calls a function that draws the numbers of before. Then they are as they were when it began.
   void repeat(const std::function<void()>& function) const;
 
  private:
   at::Generator generator_;
-  at::Tensor before_;  // not defined: it draws none
+  at::Tensor before_;  // not defined: there is no generator
 };
 
 // The state of a WhatIf. LibTorch passes it on to autograd's threads.

@@ -5,6 +5,7 @@
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
@@ -216,6 +217,49 @@ TEST(WhatIf, RandomNumbersAreThoseOfTheTraining) {
   const auto rows = what_if.rows();
   // The same elements are dropped, so only rounding remains.
   EXPECT_LT(effect_of(find(rows, "scaled_dot_product_attention", ""), torch::kHalf).error, 0.01);
+}
+
+TEST(WhatIf, RandomNumbersOfAnyChosenOperatorAreThoseOfTheTraining) {
+  const semitone::test::ToyNet net;
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(4, 4).num_layers(2).dropout(0.5));
+  auto own = at::globalContext().defaultGenerator(torch::kCPU).clone();
+  const auto draw = [&] {
+    torch::manual_seed(4);
+    own.set_current_seed(5);
+    const at::Tensor x = torch::randn({3, 2, 4});
+    const at::Tensor dropped = torch::dropout(x, 0.5, true);
+    const at::Tensor recurrent = std::get<0>(lstm(x));
+    const at::Tensor chosen = at::bernoulli(x.sigmoid(), own);
+    return at::cat({dropped.flatten(), recurrent.flatten(), chosen.flatten(), torch::rand({3}),
+                    torch::rand({3}, own)});
+  };
+  const at::Tensor plain = draw();
+  WhatIf what_if(*net, WhatIfOptions().operators({"dropout", "lstm", "bernoulli"}));
+  EXPECT_TRUE(torch::equal(draw(), plain));
+  const auto rows = what_if.rows();
+  for (const char* const op : {"dropout", "lstm", "bernoulli"})
+    EXPECT_LT(effect_of(find(rows, op, ""), torch::kHalf).error, 0.01) << op;
+}
+
+TEST(WhatIf, LeavesRunningStatisticsAlone) {
+  const semitone::test::ToyNet net;
+  const at::Tensor x = torch::randn({4, 3, 5});
+  const auto mean_after = [&x] {
+    torch::nn::InstanceNorm1d norm(torch::nn::InstanceNorm1dOptions(3).track_running_stats(true));
+    norm(x);
+    return norm->running_mean;
+  };
+  const at::Tensor plain = mean_after();
+  const WhatIf what_if(*net, WhatIfOptions().operators({"instance_norm"}));
+  EXPECT_TRUE(torch::equal(mean_after(), plain));
+}
+
+TEST(WhatIf, NamesThatAreNotUtf8AreReplacedInJson) {
+  torch::nn::Module model;
+  const auto layer = model.register_module("layer\xff", torch::nn::Linear(2, 2).ptr());
+  const WhatIf what_if(model);
+  layer->forward(torch::ones({1, 2}));
+  EXPECT_THAT(what_if.to_json(), testing::HasSubstr("layer\xEF\xBF\xBD"));
 }
 
 TEST(WhatIf, AnExceptionOfAnOperatorPassesThrough) {

@@ -79,7 +79,8 @@ struct WhatIfRow {
 ///
 /// Operators that an examined one calls are not examined themselves. Arguments that are not fp32 are
 /// not rounded, so a 16-bit region shows little. An examined call costs about one more call for each
-/// format. Operators that draw random numbers (attention with dropout) draw the same ones each time. An object belongs to the thread that constructs it.
+/// format. Operators that draw random numbers (dropout, attention with dropout) draw the same ones
+/// each time. An object belongs to the thread that constructs it.
 class WhatIf {
  public:
   /// Begins to examine. The names of the model's parameters give the rows their layers. Error for options out of range, and for unknown operators.
