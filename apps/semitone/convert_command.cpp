@@ -4,6 +4,7 @@
 #include "apps/semitone/results.h"
 #include "semitone/core/dtype.h"
 #include "semitone/weights/file.h"
+#include "src/core/printable.h"
 #include "src/weights/file_names.h"
 
 #include <c10/util/StringUtil.h>
@@ -46,7 +47,7 @@ void print(const weights::StateDict& tensors) {
   std::size_t width = 0;
   for (const auto& item : tensors) width = std::max(width, item.key().size());
   for (const auto& item : tensors) {
-    std::cout << fmt::format("{:<{}}  {:<9} {}\n", item.key(), width,
+    std::cout << fmt::format("{:<{}}  {:<9} {}\n", printable(item.key()), width,
                              dtype_name(item.value().scalar_type()),
                              c10::str(item.value().sizes()));
   }

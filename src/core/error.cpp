@@ -1,5 +1,7 @@
 #include "semitone/core/error.h"
 
+#include "src/core/printable.h"
+
 namespace semitone {
 namespace {
 
@@ -9,7 +11,7 @@ std::string message(std::string_view component, std::string_view expected, std::
   text.append("[").append(component).append("] expected ").append(expected);
   text.append(", got ").append(got);
   if (!remedy.empty()) text.append(" — ").append(remedy);
-  return text;
+  return printable_lines(text);  // names come from files, and messages go to terminals
 }
 
 }  // namespace

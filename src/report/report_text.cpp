@@ -1,5 +1,6 @@
 #include "src/report/report_text.h"
 
+#include "src/core/printable.h"
 #include "src/report/skips.h"
 #include "src/report/verdict_rules.h"
 
@@ -19,16 +20,6 @@ constexpr double kMilli = 1e-3;
 
 std::string or_unknown(const std::string& text) {
   return text.empty() ? "unknown" : text;
-}
-
-// Names come from files: control characters could change what the terminal shows.
-std::string printable(std::string text) {
-  constexpr unsigned char kFirst = 0x20;
-  constexpr unsigned char kDelete = 0x7f;
-  std::replace_if(
-      text.begin(), text.end(),
-      [](unsigned char letter) { return letter < kFirst || letter == kDelete; }, '?');
-  return text;
 }
 
 std::string first_line(const std::string& text) {
