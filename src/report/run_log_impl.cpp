@@ -100,16 +100,16 @@ void RunLog::Impl::begin_step(std::int64_t step) {
   const std::lock_guard lock(mutex_);
   require_open();
   if (!files_.has_value()) return;
-  const bool goes_back = step_.has_value() && step < *step_;
-  if (goes_back) files_->add_restart({wall_time(), step});
-  mark_continuation(goes_back, step);
+  if (step_.has_value() && step < *step_) files_->add_restart({wall_time(), step});
+  // The step decides where a continued run begins, also if values were added before it.
+  if (!step_.has_value()) mark_continuation(step);
   step_ = step;
   record_waiting_events(step);
   flush_if_due();
 }
 
-void RunLog::Impl::mark_continuation(bool is_marked, std::int64_t step) {
-  if (!std::exchange(is_marked_, true) && !is_marked && files_->continues())
+void RunLog::Impl::mark_continuation(std::int64_t step) {
+  if (files_->continues() && std::exchange(marked_, step) != step)
     files_->add_restart({wall_time(), step});
 }
 
@@ -119,7 +119,7 @@ void RunLog::Impl::add(std::optional<std::int64_t> step, const Add& add) {
   require_open();
   if (!files_.has_value()) return;
   last_step_ = step.value_or(step_.value_or(0));
-  mark_continuation(/*is_marked=*/false, last_step_);
+  if (step.has_value() && !step_.has_value() && !marked_.has_value()) mark_continuation(*step);
   record_waiting_events(last_step_);
   add(*files_, {wall_time(), last_step_});
   flush_if_due();
@@ -200,15 +200,16 @@ void RunLog::Impl::record_waiting_events(std::int64_t step) {
 void RunLog::Impl::on(const events::LossScaleUpdated& event) {
   const std::lock_guard lock(mutex_);
   if (!files_.has_value()) return;
-  const auto [place, is_first] = loss_scales_.try_emplace(event.loss_id, event.after);
+  const std::int64_t number = scale_numbers_.number_of(event);
+  const auto [place, is_first] = loss_scales_.try_emplace(number, event.after);
   if (!is_first && place->second == event.after) return;
   place->second = event.after;
   const std::string name =
-      event.loss_id == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", event.loss_id);
-  record_event([name, event](RunFiles& files, const Moment& when) {
+      number == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", number);
+  record_event([name, number, event](RunFiles& files, const Moment& when) {
     files.add_scalar(when, name, event.after);
     files.add_sample(when, "loss_scale",
-                     {{"loss_id", event.loss_id},
+                     {{"loss_id", number},
                       {"before", event.before},
                       {"after", event.after},
                       {"found_inf", event.found_inf}});

@@ -3,6 +3,7 @@
 #include "semitone/core/events.h"
 #include "semitone/report/run_log.h"
 #include "src/report/run_files.h"
+#include "src/report/scale_numbers.h"
 
 #include <atomic>
 #include <chrono>
@@ -78,8 +79,8 @@ class RunLog::Impl {
   void require_open() const;
   void begin_step(std::int64_t step);
   void record_event(Add add);
-  // At the first step of a continued run: TensorBoard drops what the earlier starts have from there.
-  void mark_continuation(bool is_marked, std::int64_t step);
+  // At the first step that a continued run names: readers drop what the earlier starts have from there.
+  void mark_continuation(std::int64_t step);
   void record_waiting_events(std::int64_t step);
   void flush_if_due();
   // Calls a function that writes, and applies ignore_write_errors to its FileError.
@@ -95,12 +96,13 @@ class RunLog::Impl {
   std::optional<RunFiles> files_;  // until close, if this process writes
   bool closed_ = false;
   bool failed_ = false;
-  bool is_marked_ = false;            // as a continuation, if it is one
-  std::optional<std::int64_t> step_;  // of set_step
-  std::int64_t last_step_ = 0;        // of the last value
+  std::optional<std::int64_t> step_;    // of set_step
+  std::optional<std::int64_t> marked_;  // where a continued run was marked last
+  std::int64_t last_step_ = 0;          // of the last value
   // Events before the first step is known, and their times.
   std::vector<std::pair<double, Add>> waiting_events_;
-  std::map<std::int64_t, double> loss_scales_;  // the last recorded ones
+  ScaleNumbers scale_numbers_;
+  std::map<std::int64_t, double> loss_scales_;  // by number: the last recorded ones
   Clock::time_point last_flush_ = Clock::now();
 };
 

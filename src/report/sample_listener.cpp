@@ -46,9 +46,11 @@ void SampleListener::on(const events::OperatorReplaced& event) {
   observe([&](SampleState& state, double) { OperatorTrace::add(state, event); });
 }
 
-void SampleListener::on(const events::LossScaleUpdated& event) {
+void SampleListener::on(const events::LossScaleUpdated& given) {
+  events::LossScaleUpdated event = given;
   {
     const std::lock_guard lock(mutex_);
+    event.loss_id = scale_numbers_.number_of(given);
     if (event.loss_id == 0) scales_.scale = event.after;
     if (event.loss_id != 0) scales_.has_other_losses = true;
   }

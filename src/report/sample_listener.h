@@ -2,6 +2,7 @@
 
 #include "semitone/core/events.h"
 #include "src/report/sample_state.h"
+#include "src/report/scale_numbers.h"
 
 #include <functional>
 #include <memory>
@@ -35,6 +36,7 @@ class SampleListener : public events::Listener {
 
   mutable std::mutex mutex_;
   std::shared_ptr<SampleState> state_;
+  ScaleNumbers scale_numbers_;
   KnownScales scales_;
 };
 

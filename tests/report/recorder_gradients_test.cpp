@@ -31,11 +31,11 @@ void backward(ToyNet& net, double scale = 1) {
 }
 
 // As a scaler does: the gradients of a layer are used, still multiplied by the scale.
-void emit_step(torch::nn::LinearImpl& layer, double scale) {
+void emit_step(torch::nn::LinearImpl& layer, double scale, double next) {
   const std::vector<at::Tensor> parameters = layer.parameters();
   const auto gradients = semitone::test::gradients_of(parameters);
   events::emit(events::GradientsReady{parameters, gradients, parameters, scale});
-  events::emit(events::LossScaleUpdated{0, scale, scale, false});
+  events::emit(events::LossScaleUpdated{0, scale, next, false});
 }
 
 bool has_any(const nlohmann::json& sample, std::string_view what) {
@@ -49,7 +49,7 @@ TEST(RecorderGradients, OfParametersWithoutAnEventMayBeScaled) {
   const Recorder recorder(log, *net, RecorderOptions().every(1));
   log.set_step(1);
   backward(net, 1024);
-  emit_step(*net->first, 1024);
+  emit_step(*net->first, 1024, 1024);
   log.set_step(2);  // gradients are accumulated
   backward(net, 1024);
   log.close();
@@ -91,13 +91,31 @@ TEST(RecorderGradients, OfOutputsAreLeftOutIfTheScaleChangedWithinTheStep) {
   for (const double scale : {1024, 512}) {
     net->zero_grad();
     backward(net, scale);
-    emit_step(*net->first, scale);
+    emit_step(*net->first, scale, 512);
   }
   log.close();
   const nlohmann::json sample = sample_in(folder.path());
   EXPECT_FALSE(sample.contains("loss_scale"));
   EXPECT_FALSE(has_any(sample, "output_gradient"));
   expect_sampled(sample, "gradient", "first.weight", net->first->weight.grad() / 512);
+}
+
+TEST(RecorderGradients, OfOutputsAreLeftOutIfTwoScalersUpdateTheirScales) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net);
+  log.set_step(1);
+  for (const double scale : {1024, 8}) {
+    net->zero_grad();
+    backward(net, scale);
+    emit_step(*net->first, scale, scale);
+  }
+  log.close();
+  const nlohmann::json sample = sample_in(folder.path());
+  EXPECT_EQ(sample.at("loss_scale"), 1024);
+  EXPECT_FALSE(has_any(sample, "output_gradient"));
+  expect_sampled(sample, "gradient", "first.weight", net->first->weight.grad() / 8);
 }
 
 TEST(RecorderGradients, AreWantedInStepsThatAreLookedAt) {

@@ -45,6 +45,25 @@ TEST(RunLogEvents, RecordLossScalesWhereTheyChange) {
                                                      "5,amp/loss_scale,8", "5,amp/loss_scale_1,1"));
 }
 
+TEST(RunLogEvents, TellTheScalesOfTwoScalersApart) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  log.set_step(1);
+  events::emit(update(8, 8));
+  events::emit(update(64, 64));  // of another scaler, whose loss_id is 0 as well
+  log.set_step(2);
+  events::emit(update(8, 4));
+  events::emit(update(64, 64));
+  log.set_step(3);
+  events::emit(update(4, 4));
+  events::emit(update(64, 128));
+  events::emit(update(2, 2, 1));  // another loss: its number is taken
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()),
+              ElementsAre("1,amp/loss_scale,8", "1,amp/loss_scale_1,64", "2,amp/loss_scale,4",
+                          "3,amp/loss_scale_1,128", "3,amp/loss_scale_2,2"));
+}
+
 TEST(RunLogEvents, RecordSkippedStepsWithTheParameter) {
   const TemporaryFolder folder;
   RunLog log(folder.path());
@@ -100,7 +119,7 @@ TEST(RunLogEvents, TakeTheStepOfTheNextValueIfNoStepIsSet) {
   const TemporaryFolder folder;
   RunLog log(folder.path());
   for (const std::int64_t step : {7, 8}) {
-    events::emit(update(8.0 * static_cast<double>(step), static_cast<double>(step)));
+    events::emit(update(7, static_cast<double>(step)));
     log.add_scalar("loss", 0.5, step);
   }
   events::emit(update(8, 4));

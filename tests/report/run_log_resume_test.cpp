@@ -76,6 +76,32 @@ TEST(ResumedRun, IsMarkedWithoutSetStepToo) {
   EXPECT_THAT(records_of(events_files(folder.path()).at(1)), ElementsAre("restart 2", "loss 2"));
 }
 
+TEST(ResumedRun, BeginsAtItsFirstStepAlsoIfATextComesBefore) {
+  const TemporaryFolder folder;
+  for (const std::int64_t first : {1, 3}) {
+    RunLog log(folder.path());
+    log.add_text("command", "train");
+    for (std::int64_t step = first; step < first + 3; ++step) {
+      log.set_step(step);
+      log.add_scalar("loss", 0.5);
+    }
+  }
+  EXPECT_THAT(records_of(events_files(folder.path()).at(1)),
+              ElementsAre("command/text_summary 0", "restart 3", "loss 3", "loss 4", "loss 5"));
+}
+
+TEST(ResumedRun, FirstSetStepMarksAlsoAfterAValueOfALaterStep) {
+  const TemporaryFolder folder;
+  train(folder.path(), 1, 3);
+  {
+    RunLog log(folder.path());
+    log.add_scalar("parameters", 7, 100);
+    log.set_step(2);
+  }
+  EXPECT_THAT(records_of(events_files(folder.path()).at(1)),
+              ElementsAre("restart 100", "parameters 100", "restart 2"));
+}
+
 TEST(ResumedRun, GoesBackWithoutANewStartToo) {
   const TemporaryFolder folder;
   RunLog log(folder.path());

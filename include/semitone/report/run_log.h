@@ -60,11 +60,13 @@ std::string_view name_of(Outcome outcome);
 /// such a record, and the next start removes such a line. A write that fails is taken back. Nothing
 /// is flushed to the disk itself: after a power failure, the last seconds can be missing.
 ///
-/// **Resuming.** A RunLog for a directory that has a run continues it: the files of lines grow, and there is another file of events and another `run-2.json`, `run-3.json` …, one for each
-/// start. Steps that are trained again, after a rollback or from an earlier checkpoint, appear twice
-/// in metrics.csv: the later line counts. TensorBoard shows the later ones: the first set_step() of
-/// a continued run, and each that goes back, tells it to drop the steps from there on. The line
-/// `restart` of samples.jsonl says the same.
+/// **Resuming.** A RunLog for a directory that has a run continues it: the files of lines grow, and
+/// there is another file of events and another `run-2.json`, `run-3.json` …, one for each start.
+/// Steps that are trained again, after a rollback or from an earlier checkpoint, appear twice in
+/// metrics.csv: the later line counts. TensorBoard shows the later ones: the first set_step() of a
+/// continued run, and each that goes back, tells it to drop the steps from there on. Before the
+/// first set_step(), the first addition with a step of its own does so too. The line `restart` of
+/// samples.jsonl says the same.
 ///
 /// All functions may be called from several threads at once. Construct and destroy the object on
 /// one thread, and in the reverse order of other events::Listen scopes.
