@@ -36,6 +36,8 @@ void FormatCounts::add(const FormatCounts& other) {
 
 FormatCounts counts_in(const NumberFormat& format, const ValueCounts& values, int shift) {
   FormatCounts found;
+  found.total = values.infs;
+  found.overflow = values.infs;
   int exponent = values.first_exponent + shift;
   for (const std::int64_t count : values.counts) {
     found.total += count;

@@ -31,9 +31,10 @@ inline constexpr std::size_t kBFloat16 = 1;
 inline constexpr std::size_t kFloat8E4m3fn = 2;
 inline constexpr std::size_t kFloat8E5m2 = 3;
 
-// How finite values that are not zero fit into a format. Whole ranges between powers of two count as one, so that the
-// limits are exact where they are powers of two: 2^-25, which float16 rounds to zero, counts as
-// subnormal like its neighbours above, and 65520 to 65536 as in range.
+// How values that are neither zero nor NaN fit into a format; an inf overflows. Whole ranges between
+// powers of two count as one, so that the limits are exact where they are powers of two: 2^-25,
+// which float16 rounds to zero, counts as subnormal like its neighbours above, and 65520 to 65536 as
+// in range.
 struct FormatCounts {
   std::int64_t total = 0;
   std::int64_t zero = 0;       // round to zero

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -35,8 +36,21 @@ void add_values(std::optional<ValueCounts>& sum, const ValueCounts& values) {
   sum->add(values);
 }
 
-void add_scaled(AllFormatCounts& sum, const ValueCounts& values, const RunSample& sample) {
-  const AllFormatCounts scaled = counts_in_all(values, sample.scale_exponent());
+// The exponent of the scale of all gradients of a sample. With several scales, it is not recorded
+// which gradient had which.
+std::optional<int> common_scale(const RunData& run, const RunSample& sample) {
+  const auto& changes = run.scale_changes;
+  const bool is_common =
+      sample.loss_scale.has_value()
+          ? std::all_of(changes.begin(), changes.end(),
+                        [](const auto& change) { return change.second.loss_id == 0; })
+          : changes.empty();
+  return is_common ? std::optional(sample.scale_exponent()) : std::nullopt;
+}
+
+void add_scaled(AllFormatCounts& sum, const ValueCounts& values, std::optional<int> scale) {
+  if (!scale.has_value()) return;
+  const AllFormatCounts scaled = counts_in_all(values, *scale);
   for (std::size_t i = 0; i < sum.size(); ++i) sum[i].add(scaled[i]);
 }
 
@@ -53,7 +67,8 @@ bool has_update(const RunSample& sample) {
 class Sums {
  public:
   explicit Sums(const RunData& run)
-      : only_first_ones_(
+      : run_(run),
+        only_first_ones_(
             std::all_of(run.samples.begin(), run.samples.end(),
                         [](const auto& sample) { return sample.second.is_first_of_start; })),
         parameters_(summary_.parameters),
@@ -67,8 +82,9 @@ class Sums {
 
   void add(const RunSample& sample) {
     std::map<std::string_view, std::int64_t> with_gradient;
+    const auto scale = common_scale(run_, sample);
     for (const RunTensor& tensor : sample.tensors) {
-      add(tensor, sample);
+      add(tensor, scale);
       if (tensor.what == "gradient") with_gradient[tensor.name] = tensor.values.non_zero();
     }
     const bool is_updated = has_update(sample);
@@ -122,13 +138,13 @@ class Sums {
     });
   }
 
-  void add(const RunTensor& tensor, const RunSample& sample) {
+  void add(const RunTensor& tensor, std::optional<int> scale) {
     if (tensor.what == "weight") {
       add_values(parameter(tensor.name, tensor.values.dtype).weight, tensor.values);
     } else if (tensor.what == "gradient") {
       ParameterSummary& summary = parameter(tensor.name, tensor.values.dtype);
       add_values(summary.gradient, tensor.values);
-      add_scaled(summary.scaled_gradient, tensor.values, sample);
+      add_scaled(summary.scaled_gradient, tensor.values, scale);
     } else if (tensor.what == "output" || tensor.what == "output_gradient") {
       LayerSummary& summary = layers_.find(tensor.name, [&](LayerSummary& layer) {
         layer.name = tensor.name;
@@ -137,7 +153,7 @@ class Sums {
       });
       add_values(tensor.what == "output" ? summary.output : summary.output_gradient, tensor.values);
       if (tensor.what == "output_gradient")
-        add_scaled(summary.scaled_gradient, tensor.values, sample);
+        add_scaled(summary.scaled_gradient, tensor.values, scale);
     }
   }
 
@@ -166,6 +182,7 @@ class Sums {
     sum.cast_bytes += op.cast_bytes;
   }
 
+  const RunData& run_;
   bool only_first_ones_;
   Summary summary_;
   ByName<ParameterSummary> parameters_;

@@ -65,6 +65,13 @@ TEST(NumberFormats, ShiftByTheLossScale) {
   EXPECT_EQ(counts_in(format, one_value(-30), 46).overflow, 1);
 }
 
+TEST(NumberFormats, AnInfOverflowsInEachFormat) {
+  ValueCounts values = one_value(0);
+  values.infs = 3;
+  for (const NumberFormat& format : kNumberFormats)
+    EXPECT_EQ(counts_in(format, values, 0).overflow_share(), 0.75) << format.name;
+}
+
 TEST(NumberFormats, AddCountsOfDifferentRanges) {
   ValueCounts sum;
   for (const int exponent : {3, -5, 10, 3}) {

@@ -76,6 +76,26 @@ TEST(GradientVerdicts, ClaimNoOverflowAtTheLargestScale) {
               AllOf(HasSubstr("bfloat16"), Not(HasSubstr("overflow"))));
 }
 
+TEST(GradientVerdicts, DoNotJudgeGradientsOfWhichTheScaleIsUnknown) {
+  const auto small = [](double loss_scale) {
+    return sample(1, loss_scale, {tensor("gradient", "w", "Float", -30, {10})});
+  };
+  MadeUpRun two_losses;
+  Json other = scale(1, 65536, 65536);
+  other["loss_id"] = 1;
+  two_losses.add({scale(1, 8, 8), other, small(8)});
+  EXPECT_FALSE(has(two_losses, "underflow"));
+  // The scale changes within the step, so the sample has none.
+  MadeUpRun changing;
+  Json without = small(1);
+  without.erase("loss_scale");
+  changing.add({scale(1, 8, 16), without});
+  EXPECT_FALSE(has(changing, "underflow"));
+  MadeUpRun unscaled;
+  unscaled.add({without});
+  EXPECT_TRUE(has(unscaled, "underflow"));
+}
+
 // Two samples in which a gradient is zero.
 void add_zero_gradients(MadeUpRun& run) {
   for (const std::int64_t step : {1, 2}) {
