@@ -10,6 +10,8 @@
 #include "src/weights/safetensors.h"
 #include "src/weights/tensor_bytes.h"
 
+#include <nlohmann/json.hpp>
+
 #include <string>
 #include <utility>
 
@@ -29,6 +31,15 @@ Format format_for(const std::filesystem::path& path, const SaveOptions& options)
   return *format;
 }
 
+// Python could not read the file otherwise.
+void require_utf8(const std::string& name) {
+  try {
+    static_cast<void>(nlohmann::json(name).dump());
+  } catch (const nlohmann::json::type_error& error) {
+    throw Error(kWrite, "names of tensors in UTF-8", error.what());
+  }
+}
+
 // The tensors in the dtype of the file; Error for what no file can hold.
 StateDict prepared(const StateDict& tensors, const SaveOptions& options) {
   StateDict ready;
@@ -42,6 +53,7 @@ StateDict prepared(const StateDict& tensors, const SaveOptions& options) {
                   : tensor.is_meta()      ? "one on the meta device"
                                           : "a sparse one");
     }
+    require_utf8(item.key());
     const bool cast = options.dtype().has_value() && at::isFloatingType(tensor.scalar_type());
     ready.insert(item.key(), cast ? checked_cast<Error>(tensor, *options.dtype(), kWrite,
                                                         "'" + item.key() + "'")

@@ -7,6 +7,7 @@
 #include "src/weights/cast.h"
 #include "src/weights/load.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/StringUtil.h>
@@ -104,6 +105,13 @@ Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor
                     c10::str("'", name, "' of shape ", tensor.sizes()) + source.in,
                     value.defined() ? c10::str(value.sizes()) : "an undefined tensor",
                     "load a file of the same model");
+  }
+  const bool is_expanded = at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
+  if (is_expanded || tensor.is_meta()) {
+    throw FileError(source.component, "memory for each element of the model's '" + name + "'",
+                    is_expanded ? "an expanded tensor" : "a tensor on the meta device",
+                    is_expanded ? "register a copy of it: tensor.clone()"
+                                : "construct the model on another device");
   }
   auto cast = checked_cast<FileError>(value, tensor.scalar_type(), source.component,
                                       "'" + name + "'" + source.in);

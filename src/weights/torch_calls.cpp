@@ -33,6 +33,15 @@ constexpr auto kStorages = std::to_array<DtypeName>({
     {"QUInt2x4Storage", at::kQUInt2x4},
 });
 
+// LibTorch's names of storages that Python has no class for. It gives them to its own files.
+constexpr auto kStoragesOfLibTorch = std::to_array<DtypeName>({
+    {"Float8_e4m3fnStorage", at::kFloat8_e4m3fn},
+    {"Float8_e5m2Storage", at::kFloat8_e5m2},
+    {"UInt16Storage", at::kUInt16},
+    {"UInt32Storage", at::kUInt32},
+    {"UInt64Storage", at::kUInt64},
+});
+
 // Names of Python's dtypes that have no storage class.
 constexpr auto kOtherDtypes = std::to_array<DtypeName>({
     {"float8_e4m3fn", at::kFloat8_e4m3fn},
@@ -188,6 +197,7 @@ Storage checked_storage_of(const Value& persistent_id) {
     return storage;
   }
   storage.dtype = dtype_named(kStorages, storage.type);
+  if (!storage.dtype.has_value()) storage.dtype = dtype_named(kStoragesOfLibTorch, storage.type);
   if (storage.dtype.has_value()) storage.element_size = c10::elementSize(*storage.dtype);
   if (!storage.dtype.has_value() || c10::isQIntType(*storage.dtype))
     storage.problem = "a " + storage.type;

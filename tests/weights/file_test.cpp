@@ -166,6 +166,15 @@ TEST_P(RoundTrip, KeepsInfinityNanAndNamesOfAnyLetters) {
   EXPECT_EQ(difference(read(folder / GetParam()).tensors, tensors), "");
 }
 
+TEST_P(RoundTrip, RefusesNamesThatAreNotUtf8) {
+  const TemporaryFolder folder;
+  StateDict tensors;
+  tensors.insert("w\xff", torch::ones({1}));
+  const auto path = folder / GetParam();
+  expect_error([&] { write(path, tensors); }, {"names of tensors in UTF-8"});
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
 TEST_P(RoundTrip, ASecondSaveReplacesTheFirstAndAFailedOneDoesNot) {
   const TemporaryFolder folder;
   StateDict good;
@@ -223,6 +232,19 @@ TEST(Weights, SavedModelsOfLibTorchAreReadToo) {
   const Contents contents = read(folder / "net.pt");
   EXPECT_EQ(contents.format, Format::torchscript);
   EXPECT_EQ(difference(contents.tensors, state_dict(saved_net)), "");
+}
+
+TEST(Weights, SavedModelsOfLibTorchHaveDtypesWithoutAClassInPython) {
+  const TemporaryFolder folder;
+  torch::serialize::OutputArchive archive;
+  StateDict saved;
+  for (const auto dtype : {torch::kFloat8_e4m3fn, torch::kFloat8_e5m2, torch::kUInt16,
+                           torch::kUInt32, torch::kUInt64}) {
+    saved.insert(c10::toString(dtype), torch::arange(3).to(dtype));
+    archive.write(c10::toString(dtype), saved[c10::toString(dtype)], /*is_buffer=*/true);
+  }
+  archive.save_to((folder / "net.pt").string());
+  EXPECT_EQ(difference(read(folder / "net.pt").tensors, saved), "");
 }
 
 // Every file, cut off at 150 places and with a byte changed there, is read or is an Error: no crash,

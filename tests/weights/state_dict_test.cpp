@@ -80,6 +80,21 @@ TEST(StateDict, MisfitsAreErrorsThatChangeNothing) {
   refused(values, {"'third.bias', which the model does not have"});
 }
 
+TEST(StateDict, TensorsWithoutMemoryForEachElementAreErrorsThatChangeNothing) {
+  for (const bool is_expanded : {true, false}) {
+    torch::nn::Module model;
+    const at::Tensor weight = model.register_parameter("weight", torch::zeros({2}));
+    model.register_buffer(
+        "b", is_expanded ? torch::zeros({1}).expand({4}) : torch::zeros({4}, torch::kMeta));
+    StateDict values;
+    values.insert("weight", torch::ones({2}));
+    values.insert("b", torch::ones({4}));
+    expect_error([&] { load_state_dict(model, values); },
+                 {"'b'", is_expanded ? "an expanded tensor" : "the meta device"});
+    EXPECT_TRUE(torch::equal(weight, torch::zeros({2})));
+  }
+}
+
 TEST(StateDict, NotStrictLoadsWhatMatchesAndNamesTheRest) {
   ToyNet net = normalised_net();
   StateDict values;
