@@ -32,7 +32,7 @@ kernels::AdagradRule rule_of(const FusedAdagradOptions& options, std::int64_t st
 FusedAdagradOptions::FusedAdagradOptions(double lr) : lr_(lr) {}
 
 void FusedAdagradOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_adagrad_option(*this, OptionsReader(archive));
+  for_each_adagrad_option(*this, OptionsReader(archive, {"lr_decay", "initial_accumulator_value"}));
 }
 
 void FusedAdagradOptions::serialize(torch::serialize::OutputArchive& archive) const {

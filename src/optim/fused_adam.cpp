@@ -48,7 +48,7 @@ kernels::AdamRule adam_rule(const FusedAdamOptions& options, std::int64_t step, 
 FusedAdamOptions::FusedAdamOptions(double lr) : lr_(lr) {}
 
 void FusedAdamOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_adam_option(*this, OptionsReader(archive));
+  for_each_adam_option(*this, OptionsReader(archive, {"betas", "eps", "amsgrad"}));
 }
 
 void FusedAdamOptions::serialize(torch::serialize::OutputArchive& archive) const {

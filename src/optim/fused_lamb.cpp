@@ -95,7 +95,7 @@ double total_norm_of(const auto& work) {
 FusedLAMBOptions::FusedLAMBOptions(double lr) : lr_(lr) {}
 
 void FusedLAMBOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_lamb_option(*this, OptionsReader(archive));
+  for_each_lamb_option(*this, OptionsReader(archive, {"betas", "max_grad_norm"}));
 }
 
 void FusedLAMBOptions::serialize(torch::serialize::OutputArchive& archive) const {

@@ -130,7 +130,7 @@ void spread(std::vector<at::Tensor>& to, const at::Tensor& list,
 FusedNovoGradOptions::FusedNovoGradOptions(double lr) : lr_(lr) {}
 
 void FusedNovoGradOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_novograd_option(*this, OptionsReader(archive));
+  for_each_novograd_option(*this, OptionsReader(archive, {"betas", "norm_type"}));
 }
 
 void FusedNovoGradOptions::serialize(torch::serialize::OutputArchive& archive) const {

@@ -12,6 +12,7 @@
 
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::optim {
@@ -23,6 +24,9 @@ using torch::serialize::OutputArchive;
 constexpr auto kLoad = "optim.load";
 constexpr auto kFormat = "1.5.0";  // what torch.optim writes, and insists on
 constexpr auto kLow = "master_low";
+// The steps of parameters without other state. LibTorch's SGD takes an entry of "state" as one with
+// a momentum buffer.
+constexpr auto kSteps = "steps";
 
 at::Tensor number_tensor(std::size_t number) {
   return at::scalar_tensor(static_cast<std::int64_t>(number), at::kLong);
@@ -81,6 +85,7 @@ void FusedOptimizer::save(OutputArchive& archive) const {
   const at::NoGradGuard no_grad;
   archive.write("pytorch_version", c10::IValue(kFormat));
   OutputArchive states(archive.compilation_unit());
+  OutputArchive steps(archive.compilation_unit());
   OutputArchive groups(archive.compilation_unit());
   groups.write("param_groups/size", number_tensor(param_groups_.size()));
   std::unordered_map<const c10::TensorImpl*, std::string> numbers;
@@ -97,16 +102,18 @@ void FusedOptimizer::save(OutputArchive& archive) const {
       if (!is_new || state == nullptr) continue;
       OutputArchive one(archive.compilation_unit());
       one.write("step", c10::IValue(state->step));
+      bool has_tensors = state->master_low.defined();
       const std::vector<Slot> names = slots(group.options());
       for (std::size_t k = 0; k < names.size(); ++k) {
         const at::Tensor& tensor = state->tensors[k];
         if (!tensor.defined()) continue;
+        has_tensors = true;
         // LibTorch's optimizers would continue in bf16, rounding to nearest.
         const bool narrow = tensor.scalar_type() == at::kBFloat16;
         one.write(std::string(names[k].name), c10::IValue(narrow ? tensor.to(at::kFloat) : tensor));
       }
       if (state->master_low.defined()) one.write(kLow, c10::IValue(state->master_low));
-      states.write(entry->second, one);
+      (has_tensors ? states : steps).write(entry->second, one);
     }
     OutputArchive options(archive.compilation_unit());
     group.options().serialize(options);
@@ -114,6 +121,7 @@ void FusedOptimizer::save(OutputArchive& archive) const {
     groups.write("param_groups/" + std::to_string(g), stored);
   }
   archive.write("state", states);
+  archive.write(kSteps, steps);
   archive.write("param_groups", groups);
 }
 
@@ -122,10 +130,12 @@ void FusedOptimizer::load(InputArchive& archive) {
   const auto format = read_value<std::string>(archive, "pytorch_version", kLoad);
   if (format != kFormat) throw FileError(kLoad, c10::str("format ", kFormat), format);
   InputArchive states = read_archive(archive, "state", kLoad);
+  auto steps = find_archive(archive, kSteps, kLoad);
   InputArchive groups = read_archive(archive, "param_groups", kLoad);
   require_equal(read_size(groups, "param_groups/size"), param_groups_.size(), "parameter groups");
 
   // Everything is read and checked before anything is changed.
+  std::unordered_set<std::string> keys;
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> new_options;
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> new_state;
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
@@ -140,7 +150,10 @@ void FusedOptimizer::load(InputArchive& archive) {
     for (std::size_t i = 0; i < group.params().size(); ++i) {
       const at::Tensor& parameter = group.params()[i];
       const auto key = read_value<std::string>(stored, "params/" + std::to_string(i), kLoad);
+      // The place of a parameter that occurred before: an empty tensor (DistinctParameters).
+      if (!keys.insert(key).second && parameter.numel() == 0) continue;
       auto one = find_archive(states, key, kLoad);
+      if (!one.has_value() && steps.has_value()) one = find_archive(*steps, key, kLoad);
       if (!one.has_value()) continue;
       auto state = std::make_unique<FusedState>();
       state->step = find_value<std::int64_t>(*one, "step", kLoad).value_or(0);

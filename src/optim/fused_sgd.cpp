@@ -36,7 +36,7 @@ kernels::SgdRule sgd_rule(const FusedSGDOptions& options, bool first, double gra
 FusedSGDOptions::FusedSGDOptions(double lr) : lr_(lr) {}
 
 void FusedSGDOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_sgd_option(*this, OptionsReader(archive));
+  for_each_sgd_option(*this, OptionsReader(archive, {"momentum", "dampening", "nesterov"}));
 }
 
 void FusedSGDOptions::serialize(torch::serialize::OutputArchive& archive) const {

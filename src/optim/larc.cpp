@@ -57,7 +57,7 @@ struct LarcInput {
 LARCOptions::LARCOptions(double lr) : lr_(lr) {}
 
 void LARCOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_larc_option(*this, OptionsReader(archive));
+  for_each_larc_option(*this, OptionsReader(archive, {"momentum", "dampening", "nesterov"}));
 }
 
 void LARCOptions::serialize(torch::serialize::OutputArchive& archive) const {

@@ -6,11 +6,16 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 // Checks and stores options.
 namespace semitone::optim {
@@ -50,8 +55,7 @@ inline void require_nesterov(std::string_view component, bool nesterov, double m
               c10::str("momentum ", momentum, " and dampening ", dampening));
 }
 
-// Options in an archive, with the names and types of torch.optim. Reading keeps a value that the
-// archive lacks, since LibTorch's optimizers save fewer.
+// Options in an archive, with the names and types of torch.optim.
 class OptionsWriter {
  public:
   explicit OptionsWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {}
@@ -65,28 +69,45 @@ class OptionsWriter {
   torch::serialize::OutputArchive& archive_;
 };
 
+// Reading keeps a value that the archive lacks, since LibTorch's optimizers save fewer. FileError if
+// it lacks a required one, which every optimizer with this rule has: the file is another optimizer's.
 class OptionsReader {
  public:
-  explicit OptionsReader(torch::serialize::InputArchive& archive) : archive_(archive) {}
+  OptionsReader(torch::serialize::InputArchive& archive,
+                std::initializer_list<std::string_view> required)
+      : archive_(archive), required_(required) {}
   template <typename T>
   OptionsReader& operator()(const std::string& name, T& value) {
-    constexpr auto kComponent = "optim.load";
-    if constexpr (std::is_same_v<T, std::tuple<double, double>>) {
-      c10::IValue stored;
-      if (!archive_.try_read(name, stored)) return *this;
-      const bool two = stored.isTuple() && stored.toTupleRef().elements().size() == 2 &&
-                       stored.toTupleRef().elements()[0].isDouble() &&
-                       stored.toTupleRef().elements()[1].isDouble();
-      if (!two) throw FileError(kComponent, "two numbers for '" + name + "'", stored.tagKind());
-      value = stored.to<T>();
-    } else {
-      value = find_value<T>(archive_, name, kComponent).value_or(value);
+    const std::optional<T> stored = find<T>(name);
+    if (stored.has_value()) {
+      value = *stored;
+    } else if (std::find(required_.begin(), required_.end(), name) != required_.end()) {
+      throw FileError(kComponent, "the option '" + name + "' of an optimizer with the same rule",
+                      "none", "load the file into an optimizer of the kind that saved it");
     }
     return *this;
   }
 
  private:
+  static constexpr auto kComponent = "optim.load";
+
+  template <typename T>
+  std::optional<T> find(const std::string& name) {
+    if constexpr (std::is_same_v<T, std::tuple<double, double>>) {
+      c10::IValue stored;
+      if (!archive_.try_read(name, stored)) return std::nullopt;
+      const bool two = stored.isTuple() && stored.toTupleRef().elements().size() == 2 &&
+                       stored.toTupleRef().elements()[0].isDouble() &&
+                       stored.toTupleRef().elements()[1].isDouble();
+      if (!two) throw FileError(kComponent, "two numbers for '" + name + "'", stored.tagKind());
+      return stored.to<T>();
+    } else {
+      return find_value<T>(archive_, name, kComponent);
+    }
+  }
+
   torch::serialize::InputArchive& archive_;
+  std::vector<std::string_view> required_;
 };
 
 }  // namespace semitone::optim

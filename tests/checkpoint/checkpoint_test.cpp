@@ -2,6 +2,7 @@
 
 #include "semitone/checkpoint.h"
 
+#include "semitone/optim.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
@@ -248,18 +249,21 @@ TEST(Checkpoint, LoadsIntoTheMemoryOfTheModel) {
   EXPECT_TRUE(net->conv->weight.requires_grad());
 }
 
+template <typename Optimizer>
+class CheckpointOfTiedWeights : public ::testing::Test {};
+using OptimizersWithState =
+    ::testing::Types<torch::optim::AdamW, optim::FusedAdam, optim::FusedLAMB, optim::FusedAdagrad>;
+TYPED_TEST_SUITE(CheckpointOfTiedWeights, OptimizersWithState);
+
 // LibTorch's load() alone leaves such a parameter without its state.
-TEST(Checkpoint, RestoresTheStateOfAParameterThatOccursTwice) {
+TYPED_TEST(CheckpointOfTiedWeights, RestoresTheStateOfAParameterThatOccursTwice) {
   const TemporaryFolder folder;
   const auto train = [](at::Tensor& weight, torch::optim::Optimizer& optimizer) {
     weight.mutable_grad() = torch::full_like(weight, 0.5);
     optimizer.step();
   };
-  const auto make = [](const at::Tensor& weight) {
-    return torch::optim::AdamW(std::vector<at::Tensor>{weight, torch::ones({2}), weight}, 0.1);
-  };
   at::Tensor weight = torch::ones({3}).requires_grad_();
-  auto optimizer = make(weight);
+  TypeParam optimizer(std::vector<at::Tensor>{weight, torch::ones({2}), weight}, 0.1);
   Checkpoint checkpoint(folder / "run");
   checkpoint.add("weight", weight).add("optimizer", optimizer);
   train(weight, optimizer);

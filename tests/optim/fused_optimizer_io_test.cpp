@@ -16,6 +16,8 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <typeindex>
+#include <typeinfo>
 #include <vector>
 
 namespace semitone::test::fused_optimizer_io_test {
@@ -132,6 +134,49 @@ TEST_P(FusedOptimizers, RefuseFilesThatDoNotFitAndChangeNothing) {
   plain_step(*other_shapes, others, make_grads(others));
   if (!other_shapes->state_of(others[4], GetParam().first_state).defined()) return;
   expect_refused(saved(*other_shapes), {"of shape [2, 3, 4, 5]", "got [3]"});
+}
+
+TEST_P(FusedOptimizers, RefuseFilesOfOtherRulesAndChangeNothing) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  const auto before = everything(*optimizer);
+  // LARC has SGD's state and options, and more of its own.
+  const auto rule = [](const FusedOptimizer& of) {
+    return dynamic_cast<const optim::LARC*>(&of) != nullptr
+               ? std::type_index(typeid(optim::FusedSGD))
+               : std::type_index(typeid(of));
+  };
+  for (const Kind& kind : all_fused_optimizers()) {
+    const auto others = make_parameters();
+    const auto other = kind(others);
+    plain_step(*other, others, make_grads(others));
+    if (rule(*other) == rule(*optimizer)) continue;
+    SCOPED_TRACE(kind.name);
+    EXPECT_THROW(load(*optimizer, saved(*other)), FileError);
+    expect_error([&] { load(*optimizer, saved(*other)); },
+                 {"[optim.load]", "of an optimizer with the same rule"});
+    expect_bitwise_equal(everything(*optimizer), before);
+  }
+}
+
+// Its state has an entry for a parameter that has a momentum buffer only.
+TEST(FusedSGDFiles, WithoutMomentumAreLibTorchsSgdsBeforeItHasMomentum) {
+  const at::Tensor weight = torch::ones({3}).requires_grad_();
+  weight.mutable_grad() = torch::ones({3});
+  optim::FusedSGD fused({weight}, 0.1);
+  fused.step();
+  std::stringstream file;
+  torch::save(fused, file);
+  torch::optim::SGD plain({weight}, 0.1);
+  torch::load(plain, file);
+  static_cast<torch::optim::SGDOptions&>(plain.param_groups()[0].options()).momentum(0.9);
+  plain.step();
+  EXPECT_TRUE(torch::allclose(weight, torch::full({3}, 0.8)));
+  file.seekg(0);
+  optim::FusedSGD again({weight}, 0.1);
+  torch::load(again, file);
+  EXPECT_EQ(again.steps_of(weight), 1);
 }
 
 TEST_P(FusedOptimizers, RefuseFilesWithOptionsOutOfRangeAndChangeNothing) {

@@ -166,10 +166,12 @@ TEST(ZeroState, HasTheOptionsOfItsTime) {
 }
 
 // LibTorch's load() alone leaves such a parameter without its state.
-TEST(ZeroState, OfAParameterThatOccursTwiceResumes) {
+class ZeroStateOfTiedWeights : public ::testing::TestWithParam<std::size_t> {};
+
+TEST_P(ZeroStateOfTiedWeights, Resumes) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
-    const Factory make = all_kinds().at(0).make;  // of LibTorch's, with momentum
+    const Factory make = all_kinds().at(GetParam()).make;
     const auto parameters = [] {
       at::Tensor weight = torch::ones({3, 4}).requires_grad_();
       return std::vector<at::Tensor>{weight, torch::ones({2}).requires_grad_(), weight};
@@ -202,6 +204,8 @@ TEST(ZeroState, OfAParameterThatOccursTwiceResumes) {
     for (std::size_t i = 0; i < rest.size(); ++i) EXPECT_TRUE(torch::equal(rest[i], whole[i]));
   });
 }
+// LibTorch's SGD with momentum, and FusedAdam.
+INSTANTIATE_TEST_SUITE_P(ZeroState, ZeroStateOfTiedWeights, ::testing::Values(0U, 3U));
 
 TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   Net model = seeded<Net>(1);

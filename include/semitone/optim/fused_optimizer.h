@@ -129,7 +129,9 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// SGD, Adagrad). Saved options replace the current ones; options that the file lacks keep their
   /// values. LibTorch's files do not say whether they are Adam's or AdamW's, so
   /// FusedAdamOptions::adam_w_mode keeps its value. State is replaced. FileError, with nothing
-  /// changed, if the groups, shapes or names do not match. Error if options are out of range.
+  /// changed, if the groups or shapes do not match, or for the file of an optimizer with another
+  /// rule. A file of SGD has what LARC needs, and the other way round. Error if options are out of
+  /// range.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
