@@ -96,7 +96,7 @@ std::vector<double> LRScheduler::rates(const std::vector<double>& base_lrs,
 
 void LRScheduler::set(std::vector<double> base_lrs, std::int64_t steps, std::vector<double> lrs) {
   auto& groups = optimizer_->param_groups();
-  for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
+  for (std::size_t i = 0; i < lrs.size(); ++i) groups[i].options().set_lr(lrs[i]);
   base_lrs_ = std::move(base_lrs);
   steps_ = steps;
   last_lrs_ = std::move(lrs);
@@ -137,10 +137,18 @@ void LRScheduler::set_base_lrs(std::vector<double> base_lrs) {
 }
 
 void LRScheduler::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("steps", c10::IValue(steps_));
-  archive.write("base_lrs", torch::tensor(base_lrs_, at::kDouble), /*is_buffer=*/true);
+  const auto current = current_lrs(*optimizer_);
+  // With groups that were added since the last step, and follow from the next one on.
+  const auto of_all_groups = [&current](std::vector<double> rates) {
+    for (std::size_t i = rates.size(); i < current.size(); ++i) rates.push_back(current[i]);
+    return rates;
+  };
+  const auto base_lrs = of_all_groups(base_lrs_);
   // Those that the optimizer's file has.
-  const auto& lrs = was_loaded_later(current_lrs(*optimizer_)) ? loaded_lrs_ : last_lrs_;
+  const auto lrs = of_all_groups(was_loaded_later(current) ? loaded_lrs_ : last_lrs_);
+  archive.write("steps", c10::IValue(steps_));
+  archive.write("following", c10::IValue(static_cast<std::int64_t>(base_lrs_.size())));
+  archive.write("base_lrs", torch::tensor(base_lrs, at::kDouble), /*is_buffer=*/true);
   archive.write("lrs", torch::tensor(lrs, at::kDouble), /*is_buffer=*/true);
 }
 
@@ -149,6 +157,14 @@ void LRScheduler::load(torch::serialize::InputArchive& archive) {
   const auto steps = read_value<std::int64_t>(archive, "steps", kLoadLRScheduler);
   auto base_lrs = read_doubles(archive, "base_lrs", groups);
   auto saved = read_doubles(archive, "lrs", groups);
+  const auto following =
+      find_value<std::int64_t>(archive, "following", kLoadLRScheduler).value_or(groups);
+  if (following < 0 || std::cmp_greater(following, groups)) {
+    throw FileError(kLoadLRScheduler, c10::str("'following' from 0 to ", groups),
+                    c10::str(following));
+  }
+  base_lrs.resize(static_cast<std::size_t>(following));
+  saved.resize(static_cast<std::size_t>(following));
   std::vector<double> lrs;
   try {
     lrs = rates(base_lrs, steps);
@@ -156,7 +172,7 @@ void LRScheduler::load(torch::serialize::InputArchive& archive) {
     throw FileError(kLoadLRScheduler, "a state that fits the schedule", error.what(),
                     "make the schedule as the saved run did, or longer");
   }
-  if (const auto i = first_other(lrs, saved); i < groups) {
+  if (const auto i = first_other(lrs, saved); i < lrs.size()) {
     log()->warn(
         "the schedule gives group {} the learning rate {} after {} steps; in the saved run it was "
         "{}. Training continues with the schedule of this program",

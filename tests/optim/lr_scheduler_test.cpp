@@ -124,6 +124,30 @@ TEST(LRScheduler, LaterGroupsFollowFromTheNextStepOn) {
   EXPECT_EQ(scheduler.base_lrs(), (std::vector<double>{0.4, 0.1, 0.8}));
 }
 
+TEST(LRScheduler, ResumesWithGroupsThatWereAddedSinceTheLastStep) {
+  const auto added = [] {
+    return OptimizerParamGroup({torch::zeros({1})},
+                               std::make_unique<torch::optim::SGDOptions>(0.8));
+  };
+  for (const bool optimizer_first : {true, false}) {
+    auto optimizer = two_groups<torch::optim::SGD, torch::optim::SGDOptions>();
+    LRScheduler scheduler(optimizer, halves());
+    scheduler.step();
+    optimizer.add_param_group(added());
+    auto optimizer_file = saved(optimizer);
+    auto file = saved(scheduler);
+    auto resumed = two_groups<torch::optim::SGD, torch::optim::SGDOptions>();
+    resumed.add_param_group(added());
+    LRScheduler again(resumed, halves());
+    if (optimizer_first) resumed.load(optimizer_file);
+    again.load(file);
+    if (!optimizer_first) resumed.load(optimizer_file);
+    EXPECT_EQ(lrs_of(resumed), (std::vector<double>{0.2, 0.05, 0.8})) << optimizer_first;
+    again.step();
+    EXPECT_EQ(lrs_of(resumed), (std::vector<double>{0.1, 0.025, 0.2})) << optimizer_first;
+  }
+}
+
 // The optimizer's own file has the rates too: the order of loading has no effect.
 TEST(LRScheduler, ResumesExactlyWithTheOptimizerLoadedBeforeOrAfter) {
   const LRSchedule schedule = SequentialLR({LinearLR(3), CosineAnnealingLR(17).eta_min(1e-3)}, {3});
