@@ -2,6 +2,7 @@
 
 #include "src/train/device.h"
 #include "src/train/models.h"
+#include "src/train/optimizers.h"
 
 #include <ATen/Parallel.h>
 
@@ -10,6 +11,14 @@ namespace semitone::cli {
 void ShortTraining::prepare(amp::OptLevel level) {
   if (threads > 0) at::set_num_threads(static_cast<int>(threads));
   options.device(train::find_device(device)).opt_level(level);
+}
+
+void check_momentum(const CLI::App& command, const train::TrainOptions& options,
+                    std::string_view component) {
+  if (command.count("--momentum") == 0 || train::find_optimizer(options.optimizer()).has_momentum)
+    return;
+  throw UsageError(component, "--momentum with --optimizer sgd or fused-sgd only",
+                   "--optimizer " + options.optimizer());
 }
 
 void add_short_training_flags(Flags& add, ShortTraining& training) {

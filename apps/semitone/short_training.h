@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 // What the commands that train for a few steps in one process have in common.
 namespace semitone::cli {
@@ -21,6 +22,10 @@ struct ShortTraining {
   // Sets the number of threads, and the device and the level of the options.
   void prepare(amp::OptLevel level);
 };
+
+// UsageError if --momentum is given for an optimizer that has none.
+void check_momentum(const CLI::App& command, const train::TrainOptions& options,
+                    std::string_view component);
 
 // Adds their flags, and --json.
 void add_short_training_flags(Flags& add, ShortTraining& training);

@@ -3,12 +3,12 @@
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/policy_flag.h"
+#include "apps/semitone/short_training.h"
 #include "apps/semitone/train_record.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
 #include "src/launch/process_count.h"
 #include "src/train/models.h"
-#include "src/train/optimizers.h"
 #include "src/weights/file_names.h"
 
 #include <fmt/format.h>
@@ -205,10 +205,7 @@ int TrainFlags::processes() const {
 }
 
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place) {
-  if (command.count("--momentum") > 0 &&
-      !train::find_optimizer(flags.options.optimizer()).has_momentum)
-    throw UsageError(kTrain, "--momentum with --optimizer sgd or fused-sgd only",
-                     "--optimizer " + flags.options.optimizer());
+  check_momentum(command, flags.options, kTrain);
   if (train::names_one_gpu(flags.device) && (flags.starts_job() || place.world_size > 1))
     throw UsageError(kTrain, "--device cuda with several processes, each of which uses its own GPU",
                      "--device " + flags.device);
@@ -230,6 +227,12 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",
                        fmt::format("{} as rank {} of {}", flag, place.rank, place.world_size),
                        "pass the number of processes to the launcher, or run without a launcher");
+    }
+  }
+  for (const char* const flag : {"--node-rank", "--master-addr", "--master-port"}) {
+    if (!flags.starts_job() && command.count(flag) > 0) {
+      throw UsageError(kTrain, std::string("--nodes or --nproc with ") + flag, "neither",
+                       "give the number of machines, the same on each");
     }
   }
   try {

@@ -134,6 +134,7 @@ void add_tune_command(CLI::App& app, Action& action) {
   command.footer(std::string(kTuneFooter) + kExitCodesHelp);
   command.callback([&action, &command, flags] {
     apply_model(command, train::find_model(flags->training.model), kTune);
+    check_momentum(command, flags->training.options, kTune);
     action = [flags] { return run(*flags); };
   });
 }

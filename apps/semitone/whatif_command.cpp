@@ -101,6 +101,7 @@ void add_whatif_command(CLI::App& app, Action& action) {
   command.footer(std::string(kWhatIfFooter) + kExitCodesHelp);
   command.callback([&action, &command, training] {
     apply_model(command, train::find_model(training->model), kWhatIfCommand);
+    check_momentum(command, training->options, kWhatIfCommand);
     action = [training] { return run(*training); };
   });
 }
