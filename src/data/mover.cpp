@@ -70,6 +70,29 @@ at::Tensor convert(const at::Tensor& tensor, c10::ScalarType dtype, c10::MemoryF
   return tensor.to(dtype);
 }
 
+// Keeps the memory of a tensor of a device until what a stream has been given so far is done.
+void record(const at::Tensor& tensor, c10::Stream stream) {
+  switch (tensor.layout()) {
+    case c10::kStrided:
+      return tensor.record_stream(stream);
+    case c10::kSparse:
+      tensor._indices().record_stream(stream);
+      return tensor._values().record_stream(stream);
+    case c10::kSparseCsr:
+    case c10::kSparseBsr:
+      tensor.crow_indices().record_stream(stream);
+      tensor.col_indices().record_stream(stream);
+      return tensor.values().record_stream(stream);
+    case c10::kSparseCsc:
+    case c10::kSparseBsc:
+      tensor.ccol_indices().record_stream(stream);
+      tensor.row_indices().record_stream(stream);
+      return tensor.values().record_stream(stream);
+    default:
+      return;  // of CPUs
+  }
+}
+
 }  // namespace
 
 Mover::Mover(const PrefetchOptions& options) : options_(checked(options)) {
@@ -84,7 +107,10 @@ at::Tensor Mover::move(const at::Tensor& tensor) const {
   const c10::ScalarType dtype = tensor.is_floating_point()
                                     ? options_.dtype().value_or(tensor.scalar_type())
                                     : tensor.scalar_type();
-  if (tensor.layout() != at::kStrided) return tensor.to(options_.device(), dtype);
+  if (tensor.layout() != at::kStrided) {
+    if (side_.has_value() && tensor.device() == options_.device()) record(tensor, *side_);
+    return tensor.to(options_.device(), dtype);
+  }
   return convert(to_device(tensor, dtype), dtype, options_.memory_format());
 }
 
@@ -134,8 +160,7 @@ void Mover::hand_over(const std::optional<c10::Event>& mark,
   const c10::Stream stream = current_stream();
   mark->block(stream);
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && tensor.device() == options_.device() && tensor.layout() == at::kStrided)
-      tensor.record_stream(stream);
+    if (tensor.defined() && tensor.device() == options_.device()) record(tensor, stream);
   }
 }
 
