@@ -53,6 +53,21 @@ TEST(MapTensors, LooksIntoStandardContainers) {
             kBf16);
 }
 
+TEST(MapTensors, GoesThroughAMapItMadeInTheSameOrder) {
+  std::unordered_map<int, at::Tensor> map;
+  for (int i = 0; i < 20; ++i) map.emplace(i * 37, torch::full({1}, i));
+  const auto order = [](const auto& of) {
+    std::vector<int> values;
+    static_cast<void>(map_tensors(of, [&values](const at::Tensor& tensor) {
+      values.push_back(tensor.item<int>());
+      return tensor;
+    }));
+    return values;
+  };
+  const auto copy = map_tensors(map, [](const at::Tensor& tensor) { return tensor.clone(); });
+  EXPECT_EQ(order(copy), order(map));
+}
+
 TEST(MapTensors, LooksIntoNestedOnes) {
   const auto x = torch::ones({2});
   const std::map<std::string, std::vector<std::tuple<at::Tensor, std::optional<at::Tensor>>>>

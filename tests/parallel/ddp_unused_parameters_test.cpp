@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -149,6 +150,32 @@ TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
       const auto [left, right] = ddp.forward(batch.data);
       sum_of_squares(step == 1 ? right.at(0) : left, batch.target).backward();
     }
+  });
+}
+
+using NamedTensors = std::unordered_map<std::string, at::Tensor>;
+struct NamedImpl : torch::nn::Module {
+  NamedImpl() { layer = register_module("layer", torch::nn::Linear(6, 3)); }
+  NamedTensors forward(const at::Tensor& x) {
+    const at::Tensor y = layer->forward(x);
+    return {{"logits", y}, {"aux", y + 1}, {"value", y + 2}};
+  }
+  torch::nn::Linear layer{nullptr};
+};
+TORCH_MODULE(Named);
+
+TEST(UnusedParameters, ResultsInAnUnorderedMapKeepTheirNames) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Named model = seeded<Named>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const at::Tensor x = torch::ones({2, 6});
+    const NamedTensors want = model->forward(x);
+    const NamedTensors got = ddp.forward(x);
+    for (const char* const name : {"logits", "aux", "value"})
+      EXPECT_TRUE(torch::equal(got.at(name), want.at(name))) << name;
+    got.at("aux").sum().backward();
   });
 }
 

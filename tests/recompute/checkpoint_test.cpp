@@ -26,6 +26,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -278,6 +279,26 @@ TEST(Checkpoint, InputsAndResultsMayHaveAnyStructure) {
   EXPECT_TRUE(torch::equal(a.grad(), torch::tensor({71.0, 111.0})));
   EXPECT_TRUE(torch::equal(b.grad(), torch::tensor({1.0, 1.0})));
   EXPECT_FALSE(c.grad().defined());
+}
+
+// The order of such a map is that of its history: a rebuilt one has another.
+TEST(Checkpoint, TensorsOfUnorderedMapsKeepTheirNames) {
+  using Map = std::unordered_map<std::string, at::Tensor>;
+  const auto function = [](const Map& xs) {
+    return Map{{"sum", xs.at("a") + 2 * xs.at("b") + 3 * xs.at("c")},
+               {"product", xs.at("a") * xs.at("b")},
+               {"c", xs.at("c") * 4}};
+  };
+  const auto leaf = [](double value) { return torch::tensor({value}).requires_grad_(); };
+  const Map inputs{{"a", leaf(1)}, {"b", leaf(10)}, {"c", leaf(100)}};
+  const Map result = checkpoint(function, inputs);
+  EXPECT_EQ(result.at("sum").item<double>(), 321);
+  EXPECT_EQ(result.at("product").item<double>(), 10);
+  EXPECT_EQ(result.at("c").item<double>(), 400);
+  (result.at("sum") + 5 * result.at("c")).backward();
+  EXPECT_EQ(inputs.at("a").grad().item<double>(), 1);
+  EXPECT_EQ(inputs.at("b").grad().item<double>(), 2);
+  EXPECT_EQ(inputs.at("c").grad().item<double>(), 23);
 }
 
 TEST(Checkpoint, ResultsThatAreNotUsedNeedNoGradient) {

@@ -266,8 +266,10 @@ detail::Mapped<T> map_tensors(T&& value, const Transform& transform) {
     return std::apply(
         [&](const auto&... elements) { return Value{map_tensors(elements, transform)...}; }, value);
   } else if constexpr (detail::MapLike<Value>) {
-    Value result;
-    for (const auto& [key, element] : value) result.emplace(key, map_tensors(element, transform));
+    // A copy has the order of the map that it is made from, which matters for an unordered_map:
+    // callers count on the same order in each pass over it.
+    Value result(value);
+    for (auto& [key, element] : result) element = map_tensors(element, transform);
     return result;
   } else if constexpr (detail::is_a<Value, c10::List>) {
     return detail::map_ivalue(c10::IValue(value), transform).template to<Value>();

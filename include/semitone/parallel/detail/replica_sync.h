@@ -62,7 +62,7 @@ class ReplicaSync {
         tensors.push_back(tensor);
         return tensor;
       };
-      output = map_tensors(std::move(output), collect);
+      static_cast<void>(map_tensors(output, collect));
       tensors = expect_backward(tensors);
       auto next = tensors.begin();
       const auto replace = [&](const at::Tensor&) { return *next++; };
