@@ -10,16 +10,62 @@
 #include "src/autocast/presets/presets.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace semitone::amp {
+
+namespace {
+
+// batch_norm, instance_norm and those that they call write to them in training.
+bool is_running_statistic(const c10::OperatorHandle& op, const std::string& argument) {
+  const std::string& name = op.operator_name().name;
+  const auto has = [&name](const char* part) { return name.find(part) != std::string::npos; };
+  return (argument == "running_mean" || argument == "running_var") &&
+         (has("batch_norm") || has("instance_norm")) && !has("backward") && !writes_to_argument(op);
+}
+
+// Running statistics of 16 bits that an operator in fp32 updates in copies.
+class StatisticsInFp32 {
+ public:
+  // @param places  of the statistics among the arguments
+  StatisticsInFp32(std::span<const c10::IValue> arguments, std::span<const std::size_t> places) {
+    for (const std::size_t place : places) {
+      const c10::IValue& value = arguments[place];
+      if (value.isTensor() && value.toTensor().defined())
+        own_.push_back({place, value.toTensor(), {}});
+    }
+  }
+
+  // Call when the arguments have been converted, and when the operator has run.
+  void note_copies(std::span<const c10::IValue> arguments) {
+    for (Statistic& each : own_) each.copy = arguments[each.place].toTensor();
+  }
+  void write_back() const {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    for (const Statistic& each : own_)
+      if (!each.copy.is_same(each.own)) each.own.copy_(each.copy);
+  }
+
+ private:
+  struct Statistic {
+    std::size_t place;
+    at::Tensor own;
+    at::Tensor copy;
+  };
+  std::vector<Statistic> own_;
+};
+
+}  // namespace
 
 CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
                        c10::DispatchKey key)
@@ -40,6 +86,7 @@ CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType d
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == "dtype" && is_aten_) dtype_argument_ = i;
+    if (is_running_statistic(op, arguments[i].name())) statistics_.push_back(i);
   }
 }
 
@@ -120,7 +167,8 @@ void CastKernel::run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet 
                              bool emulated, const FastKernel* fast) const {
   const Conversion conversion = conversion_to(dtype, emulated);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  replace_tensors(arguments,
+  // With running statistics, parameters keep their dtype as they do.
+  replace_tensors(statistics_.empty() ? arguments : arguments.first(1),
                   [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
   compute_.run(op, keys, stack, arguments, fast);
   if (!emulated) return;
@@ -161,7 +209,12 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
       dtype = static_cast<std::int64_t>(at::kFloat);
     }
   } else {
+    StatisticsInFp32 statistics(arguments, statistics_);
     replace_tensors(arguments, [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
+    statistics.note_copies(arguments);
+    compute_.run(op, keys, stack, arguments, fast);
+    statistics.write_back();
+    return;
   }
   compute_.run(op, keys, stack, arguments, fast);
 }

@@ -8,8 +8,10 @@
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstddef>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace semitone::amp {
 
@@ -69,6 +71,8 @@ class CastKernel final : public c10::OperatorKernel {
   std::optional<Fp8Operator> fp8_;
   ComputeKernels compute_;
   std::optional<std::size_t> dtype_argument_;
+  // Arguments that the operator writes to, although its schema does not say so.
+  std::vector<std::size_t> statistics_;
 };
 
 c10::KernelFunction make_cast_kernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,

@@ -205,6 +205,39 @@ TEST(AutocastPolicies, ObeyEdits) {
   EXPECT_EQ(at::matmul(x, x).scalar_type(), kBf16) << "a row of its own";
 }
 
+// They are written to, although the operators' schemas do not say so.
+TEST(AutocastPolicies, EditsLeaveRunningStatisticsInTheirMemory) {
+  torch::manual_seed(3);
+  const at::Tensor x = torch::randn({4, 3, 5}) + 2;
+  const auto train = [&x](c10::ScalarType layer, const std::optional<CastPolicy>& policy) {
+    torch::nn::BatchNorm1d batch(3);
+    torch::nn::InstanceNorm1d instance(
+        torch::nn::InstanceNorm1dOptions(3).affine(true).track_running_stats(true));
+    batch->to(layer);
+    instance->to(layer);
+    std::optional<Autocast> region;
+    if (policy.has_value()) region.emplace(*policy);
+    const at::Tensor input = x.to(layer);
+    EXPECT_TRUE(batch(input).isfinite().all().item<bool>());
+    EXPECT_TRUE(instance(input).isfinite().all().item<bool>());
+    return at::cat({batch->running_mean, batch->running_var, instance->running_mean,
+                    instance->running_var})
+        .to(kFp32);
+  };
+  const auto edited = [](const char* op) {
+    return std::vector<CastPolicy>{CastPolicy::semitone({kCpu, kBf16}).lower(op),
+                                   CastPolicy::semitone({kCpu, kBf16}).keep_fp32(op),
+                                   CastPolicy::semitone({kCpu, kBf16}).widest(op)};
+  };
+  const at::Tensor want = train(kFp32, std::nullopt);
+  for (const char* const op : {"batch_norm", "instance_norm"}) {
+    for (const CastPolicy& policy : edited(op)) {
+      for (const auto layer : {kFp32, kBf16})
+        EXPECT_TRUE(torch::allclose(train(layer, policy), want, 0.02, 0.02)) << op << layer;
+    }
+  }
+}
+
 TEST(AutocastPolicies, KeptParametersKeepTheirOperatorsInFp32) {
   torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
   const auto policy = CastPolicy::semitone({kCpu, kBf16}).keep_fp32_params("1.*").bind(net);
