@@ -97,10 +97,28 @@ class RegionScope {
     return Handle(new RegionScope(regions, std::move(make)));
   }
 
+  // Without casts on any device, in the regions as they are.
+  static Handle begin_without_casts() {
+    end_abandoned();
+    return Handle(new RegionScope());
+  }
+
   RegionScope(const RegionScope&) = delete;
   RegionScope& operator=(const RegionScope&) = delete;
 
  private:
+  RegionScope()
+      : is_outermost_(false),
+        outer_had_gradients_(custom_backward::begun_with_gradients()),
+        outer_(innermost()) {
+    for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+      if (!at::autocast::is_autocast_enabled(device)) continue;
+      before_.emplace_back(device);
+      at::autocast::set_autocast_enabled(device, false);
+    }
+    innermost() = this;
+  }
+
   RegionScope(const Regions::List& regions, ThreadStateGuard::Make make)
       : is_outermost_(Regions::current() == nullptr),
         outer_had_gradients_(
@@ -113,7 +131,7 @@ class RegionScope {
 
   ~RegionScope() {
     if (innermost() != this) end_abandoned();  // inside this one
-    info_->end();
+    if (info_.has_value()) info_->end();
     if (innermost() == this) {
       innermost() = outer_;
       custom_backward::begun_with_gradients() = outer_had_gradients_;
@@ -239,7 +257,7 @@ Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype,
 Autocast::~Autocast() = default;
 
 struct DisableCasts::Guard {
-  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
+  RegionScope::Handle scope = RegionScope::begin_without_casts();
 };
 
 DisableCasts::DisableCasts() : guard_(std::make_unique<Guard>()) {}
@@ -282,7 +300,7 @@ struct AutocastState::Scope::Guard {
     return [regions = std::move(regions)](const c10::DebugInfoBase*) { return regions; };
   }
 
-  c10::impl::ExcludeDispatchKeyGuard all_off{c10::autocast_dispatch_keyset};
+  RegionScope::Handle all_off = RegionScope::begin_without_casts();
   RegionScope::Handle scope;
 };
 

@@ -351,6 +351,40 @@ TEST(DisableCasts, TurnsEveryDeviceOffAndNestsBothWays) {
   EXPECT_EQ(product_dtype(), kBf16);
 }
 
+TEST(DisableCasts, MayOutliveItsRegionAndOneInsideIt) {
+  for (const bool by_state : {false, true}) {
+    std::optional<DisableCasts> off;
+    std::optional<AutocastState::Scope> state;
+    const auto turn_off = [&] {
+      if (by_state) {
+        state.emplace(AutocastState::disabled().enter());
+      } else {
+        off.emplace();
+      }
+    };
+    const auto turn_on = [&] {
+      off.reset();
+      state.reset();
+    };
+    std::optional<Autocast> region;
+    region.emplace(kCpu, kBf16);
+    turn_off();
+    region.reset();
+    EXPECT_EQ(product_dtype(), kFp32);
+    turn_on();
+    EXPECT_EQ(product_dtype(), kFp32);
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(kCpu));
+
+    const Autocast outer(kCpu, kBf16);
+    turn_off();
+    region.emplace(kCpu, kFp16);
+    turn_on();
+    EXPECT_EQ(product_dtype(), kFp16);
+    region.reset();
+    EXPECT_EQ(product_dtype(), kBf16);
+  }
+}
+
 TEST(DisableCasts, OutsideOfARegionDoesNothing) {
   {
     const DisableCasts disabled;
