@@ -1,5 +1,6 @@
 #pragma once
 
+#include "src/autocast/disable_fp8.h"
 #include "src/autocast/fp8_state.h"
 
 #include <ATen/core/Tensor.h>
@@ -50,16 +51,6 @@ struct Fp8Call {
   c10::ScalarType dtype;  // of the result
   // Calls the operator with the arguments as they are then, and returns its result.
   c10::function_ref<at::Tensor()> compute;
-};
-
-// While one exists, this thread computes no product in fp8: within a recurrent layer, which is one
-// operator on some processors and many on others.
-class [[nodiscard]] DisableFp8 {
- public:
-  DisableFp8();
-  ~DisableFp8();
-  DisableFp8(const DisableFp8&) = delete;
-  DisableFp8& operator=(const DisableFp8&) = delete;
 };
 
 // The result in fp8; undefined if none of the operands is a weight of the state, one is to stay in

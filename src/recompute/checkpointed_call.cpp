@@ -151,7 +151,7 @@ class RecomputeBackward final : public Node {
   std::string name() const override { return "semitone::nn::RecomputeBackward"; }
 
   void release_variables() override {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(recomputation_);
     for (SavedVariable& input : inputs_) input.reset_data();
     inference_inputs_.clear();
     captured_.clear();
@@ -162,7 +162,7 @@ class RecomputeBackward final : public Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(recomputation_);
     TORCH_CHECK(run_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     require_unchanged();
     const bool create_graph = c10::GradMode::is_enabled();
@@ -319,6 +319,9 @@ class RecomputeBackward final : public Node {
   edge_list others_;
   std::vector<SeenTensor> leaves_;
   std::vector<SeenTensor> captured_;
+  // While gradients of the second run are computed, the engine may give this thread the same node
+  // of another backward pass.
+  std::recursive_mutex recomputation_;
 };
 
 bool shares_memory(const at::Tensor& output, std::span<const at::Tensor> others) {

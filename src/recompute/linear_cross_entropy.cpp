@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/nn/fused_cross_entropy.h"
+#include "src/autocast/disable_fp8.h"
 #include "src/nn/class_targets.h"
 #include "src/nn/recorded_gradients.h"
 #include "src/recompute/chunked_softmax.h"
@@ -32,6 +33,13 @@ constexpr auto kComponent = "nn.linear_cross_entropy";
 struct NoCasts {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
+
+// In fp8, each chunk would have a scale of its own.
+at::Tensor linear_without_fp8(const at::Tensor& input, const at::Tensor& weight,
+                              const at::Tensor& bias) {
+  const amp::DisableFp8 no_fp8;
+  return at::linear(input, weight, bias);
+}
 
 // What a call computes, and where: for its backward pass.
 struct Call : torch::CustomClassHolder {
@@ -112,7 +120,7 @@ at::Tensor with_all_logits(const at::Tensor& input, const at::Tensor& weight,
   options.ignore_index(call.ignore_index).label_smoothing(call.label_smoothing);
   if (call.reduction == at::Reduction::None) options.reduction(torch::kNone);
   if (call.reduction == at::Reduction::Sum) options.reduction(torch::kSum);
-  return fused_cross_entropy(at::linear(input, weight, bias), target, options);
+  return fused_cross_entropy(linear_without_fp8(input, weight, bias), target, options);
 }
 
 class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
@@ -124,7 +132,7 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
     const at::Tensor count = count_rows(kComponent, target, weight.size(0), call->ignore_index);
     ChunkedSoftmax softmax(call->targets(target, weight));
     for_chunks(weight, bias, call->chunk_size, [&](const Chunk& chunk) {
-      const at::Tensor logits = at::linear(input, chunk.weight, chunk.bias);
+      const at::Tensor logits = linear_without_fp8(input, chunk.weight, chunk.bias);
       const NoCasts no_casts;
       softmax.add(logits, chunk.first);
     });
@@ -165,7 +173,7 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
       const at::Tensor rows = input.detach().requires_grad_(input.requires_grad());
       const at::Tensor logits = [&] {
         const AutocastRegions::Scope regions(call.regions);
-        return at::linear(rows, chunk.weight, chunk.bias);
+        return linear_without_fp8(rows, chunk.weight, chunk.bias);
       }();
       const NoCasts no_casts;
       result.add(rows, chunk, logits,

@@ -187,6 +187,25 @@ struct HeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(Head);
 
+TEST(LinearCrossEntropy, IsNotInFp8) {
+  Head head;
+  const Problem problem = new_problem();
+  const auto results_in = [&](const amp::CastPolicy& policy) {
+    const at::Tensor input = problem.input.detach().clone().requires_grad_();
+    head->zero_grad();
+    {
+      const amp::Autocast region(policy.bind(*head));
+      linear_cross_entropy(input, head->weight, problem.target, Options().chunk_size(16))
+          .backward();
+    }
+    return std::vector<at::Tensor>{input.grad(), head->weight.grad().clone()};
+  };
+  const amp::CastPolicy policy = amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
+  const auto want = results_in(policy);
+  const auto got = results_in(amp::CastPolicy(policy).fp8(amp::Fp8Options()));
+  for (std::size_t i = 0; i < got.size(); ++i) test::expect_bitwise_equal(got[i], want[i]);
+}
+
 TEST(LinearCrossEntropy, AKeptWeightIsNotCast) {
   const Problem problem = new_problem(false);
   Head head;
@@ -245,14 +264,16 @@ TEST(LinearCrossEntropy, InfinitiesAndNansAreThoseOfTheDefinition) {
                                                             {1, 2, nan, 3, 4, 5},
                                                             {1e30F, -1e30F, 0, 3, 4, 5}}) {
     const at::Tensor bias = torch::tensor(logits);
-    SCOPED_TRACE(c10::str(logits));
     const auto want = definition(FusedCrossEntropyOptions().reduction(torch::kNone));
     const auto got = chunked(Options().reduction(torch::kNone).chunk_size(2));
-    const Problem problem{input, weight, bias, target};
-    const auto results = results_of(problem, got);
-    const auto wanted = results_of(problem, want);
-    for (std::size_t i = 0; i < results.size(); ++i)
-      test::expect_close(results[i], wanted[i], test::reduction_tolerance(torch::kFloat, 6));
+    for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+      SCOPED_TRACE(c10::str(logits, " ", dtype));
+      const Problem problem{input.to(dtype), weight.to(dtype), bias.to(dtype), target};
+      const auto results = results_of(problem, got);
+      const auto wanted = results_of(problem, want);
+      for (std::size_t i = 0; i < results.size(); ++i)
+        test::expect_close(results[i], wanted[i], test::reduction_tolerance(dtype, 6));
+    }
   }
 }
 

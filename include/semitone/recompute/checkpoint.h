@@ -129,8 +129,8 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 ///   backward pass throws Error if a parameter or captured tensor that the function uses was changed
 ///   in place after the forward pass, if the module is in another mode (train or eval), if the second run has other
 ///   shapes or dtypes, draws other random numbers, or uses other parameters or captured tensors.
-///   LibTorch throws if an input was changed in place. Changes on a GPU that no version counter
-///   sees (through data()) go unnoticed.
+///   LibTorch throws if an input was changed in place. Changes that no version counter sees (through
+///   data()) go unnoticed in inputs, and on a GPU everywhere.
 /// - No other thread may draw from the same generators while a function that draws random numbers
 ///   runs, in either pass.
 /// - Tensors that leave the function in another way than as its result, such as a loss that a module

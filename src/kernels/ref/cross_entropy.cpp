@@ -26,7 +26,8 @@ RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
     return {zeros, zeros, zeros};
   }
   const at::Tensor max = x.amax(1, /*keepdim=*/true);
-  const at::Tensor away = x.sub(max);
+  // All logits of a row may be -inf, as in a chunk of classes that are masked out.
+  const at::Tensor away = x.sub(max.masked_fill(max.isneginf(), 0));
   const at::Tensor sum = away.exp().sum(1, /*keepdim=*/true);
   at::Tensor loss =
       sum.log().sub(away.gather(1, index_of(targets)).mul(1 - targets.label_smoothing));
