@@ -69,7 +69,7 @@ at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& 
     return ref::cross_entropy_gradient(logits, targets, losses, grad);
   const at::Tensor from = with_rows(logits);
   const at::Tensor classes = targets.classes.contiguous();
-  const at::Tensor grads = grad.contiguous();
+  const at::Tensor grads = grad.resolve_neg().contiguous();
   const at::Tensor output = in_place ? from : at::empty(logits.sizes(), logits.options());
   const CrossEntropyRows rows = rows_of(from, classes, targets);
   const CrossEntropyGradient work{.max = losses.max.const_data_ptr<float>(),

@@ -31,6 +31,11 @@ struct CrossEntropySettings {
   bool inplace_backward;
 };
 
+// Whether the memory may be that of a parameter.
+bool is_leaf_or_its_view(const at::Tensor& tensor) {
+  return tensor.is_leaf() || (tensor.is_view() && tensor._base().is_leaf());
+}
+
 bool has_loss_kernel(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return tensor.layout() == at::kStrided &&
@@ -92,7 +97,7 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     const at::Tensor result = kernels::cross_entropy_gradient(
         saved[0].detach(), {saved[1], settings.ignore_index, settings.label_smoothing},
         {.loss = {}, .max = saved[2], .inv_sum = saved[3]}, grad.to(saved[2].scalar_type()),
-        settings.inplace_backward && !saved[0].is_leaf());
+        settings.inplace_backward && !is_leaf_or_its_view(saved[0]));
     return {result, {}, {}};
   }
 

@@ -223,6 +223,25 @@ TEST_F(FusedCrossEntropyTest, InPlaceLeavesOfTheGraphAreNotOverwritten) {
   fused_cross_entropy(leaf, target, Options().inplace_backward(true)).backward();
   expect_bitwise_equal(leaf.detach(), before);
   EXPECT_NE(leaf.grad().const_data_ptr(), leaf.const_data_ptr());
+  for (const at::Tensor& view : {leaf.slice(0, 0, 5), leaf.view({5, 7}), leaf.unsqueeze(0)[0]}) {
+    fused_cross_entropy(view, target, Options().inplace_backward(true)).backward();
+    expect_bitwise_equal(leaf.detach(), before);
+  }
+}
+
+TEST_F(FusedCrossEntropyTest, TakesGradientsThatAreNegatedViews) {
+  const at::Tensor target = torch::randint(7, {5}, torch::kLong);
+  const at::Tensor values = torch::randn({5, 7});
+  const at::Tensor grad = torch::rand({5});
+  for (const auto& [reduction, unused] : kReductions) {
+    const auto gradient_of = [&](const at::Tensor& of_loss) {
+      const at::Tensor logits = values.clone().requires_grad_();
+      const at::Tensor loss = fused_cross_entropy(logits, target, Options().reduction(reduction));
+      loss.backward(loss.dim() == 0 ? of_loss[0] : of_loss);
+      return logits.grad();
+    };
+    expect_bitwise_equal(gradient_of(at::_neg_view(grad)), gradient_of(grad.neg()));
+  }
 }
 
 TEST_F(FusedCrossEntropyTest, InPlaceASecondBackwardPassIsAnErrorAndNoWrongGradient) {

@@ -28,7 +28,8 @@ struct FusedCrossEntropyOptions {
   /// their size. Set it only if nothing reads the logits afterwards. A program that does reads the
   /// gradient instead. In a second backward pass, and in the backward of an operator that saved the
   /// logits as its result (such as exp or softmax), LibTorch raises its error for a tensor that was
-  /// modified in place. Leaves of the graph, and logits whose rows overlap, are never overwritten.
+  /// modified in place. Leaves of the graph, views of them, and logits whose rows overlap are never
+  /// overwritten.
   TORCH_ARG(bool, inplace_backward) = false;
 };
 
