@@ -275,7 +275,7 @@ at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& la
   at::Tensor result = at::batch_norm(input, layer.weight, layer.bias, layer.running_mean,
                                      layer.running_var, /*training=*/false, layer.momentum,
                                      layer.eps, at::globalContext().userEnabledCuDNN());
-  if (layer.residual.defined()) result = result + layer.residual;
+  if (layer.residual.defined()) result = (result + layer.residual).to(input.scalar_type());
   return layer.relu ? result.relu() : result;
 }
 

@@ -123,6 +123,15 @@ TEST(FusedBatchNorm, InEvaluationUsesTheRunningStatistics) {
   expect_bitwise_equal(fused(input, residual), (plain(input) + residual).relu());
 }
 
+TEST(FusedBatchNorm, HasTheInputsDtypeInBothModesAlsoWithAWiderResidual) {
+  FusedBatchNorm fused(kChannels);
+  for (const bool training : {true, false}) {
+    fused->train(training);
+    EXPECT_EQ(fused(images(torch::kBFloat16), images(torch::kFloat)).scalar_type(),
+              torch::kBFloat16);
+  }
+}
+
 TEST(FusedBatchNorm, CanBeDifferentiatedAgain) {
   torch::manual_seed(2);
   const auto second = [](auto& layer, const auto& forward) {
