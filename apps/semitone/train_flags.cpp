@@ -229,14 +229,14 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
                        "pass the number of processes to the launcher, or run without a launcher");
     }
   }
-  for (const char* const flag : {"--node-rank", "--master-addr", "--master-port"}) {
-    if (!flags.starts_job() && command.count(flag) > 0) {
-      throw UsageError(kTrain, std::string("--nodes or --nproc with ") + flag, "neither",
-                       "give the number of machines, the same on each");
-    }
-  }
   try {
-    if (flags.starts_job()) job_of(flags).check();
+    const bool starts_job = flags.starts_job();
+    for (const char* const flag : {"--node-rank", "--master-addr", "--master-port"}) {
+      if (!starts_job && command.count(flag) > 0)
+        throw Error(kTrain, std::string("--nodes or --nproc with ") + flag, "neither",
+                    "give the number of machines, the same on each");
+    }
+    if (starts_job) job_of(flags).check();
   } catch (const Error& error) {
     throw UsageError(error);
   }
