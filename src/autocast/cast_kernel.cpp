@@ -8,6 +8,7 @@
 #include "src/autocast/op_names.h"
 #include "src/autocast/operator_lists.h"
 #include "src/autocast/presets/presets.h"
+#include "src/core/running_statistics.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,14 +26,6 @@
 namespace semitone::amp {
 
 namespace {
-
-// batch_norm, instance_norm and those that they call write to them in training.
-bool is_running_statistic(const c10::OperatorHandle& op, const std::string& argument) {
-  const std::string& name = op.operator_name().name;
-  const auto has = [&name](const char* part) { return name.find(part) != std::string::npos; };
-  return (argument == "running_mean" || argument == "running_var") &&
-         (has("batch_norm") || has("instance_norm")) && !has("backward") && !writes_to_argument(op);
-}
 
 // Running statistics of 16 bits that an operator in fp32 updates in copies.
 class StatisticsInFp32 {
@@ -86,7 +79,8 @@ CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType d
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == "dtype" && is_aten_) dtype_argument_ = i;
-    if (is_running_statistic(op, arguments[i].name())) statistics_.push_back(i);
+    if (!writes_to_argument(op) && is_running_statistic(name_, arguments[i].name()))
+      statistics_.push_back(i);
   }
 }
 
@@ -201,6 +195,7 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
       ComputeKernels::run_fast(fast, arguments, stack, /*widen=*/true))
     return;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  StatisticsInFp32 statistics(arguments, statistics_);
   if (dtype_argument_.has_value()) {
     c10::IValue& dtype = arguments[*dtype_argument_];
     const c10::IValue& first = arguments[0];
@@ -209,14 +204,11 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
       dtype = static_cast<std::int64_t>(at::kFloat);
     }
   } else {
-    StatisticsInFp32 statistics(arguments, statistics_);
     replace_tensors(arguments, [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
-    statistics.note_copies(arguments);
-    compute_.run(op, keys, stack, arguments, fast);
-    statistics.write_back();
-    return;
   }
+  statistics.note_copies(arguments);
   compute_.run(op, keys, stack, arguments, fast);
+  statistics.write_back();
 }
 
 void CastKernel::run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,

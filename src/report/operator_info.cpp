@@ -1,5 +1,7 @@
 #include "src/report/operator_info.h"
 
+#include "src/core/running_statistics.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/function_schema.h>
@@ -48,15 +50,6 @@ bool contains(const Values& values, const Value& value) {
 
 bool writes(const c10::AliasInfo* alias) {
   return alias != nullptr && alias->isWrite();
-}
-
-// native_batch_norm, instance_norm and others write to them in training, which their schemas do not
-// say.
-bool is_running_statistic(std::string_view op, std::string_view argument) {
-  if (argument != "running_mean" && argument != "running_var") return false;
-  const auto has = [&](std::string_view part) { return op.find(part) != std::string_view::npos; };
-  return (has("batch_norm") || has("instance_norm")) && !has("backward") && !has("no_training") &&
-         !has("no_update");
 }
 
 OperatorInfo info_of(const c10::FunctionSchema& schema) {
