@@ -200,13 +200,11 @@ void RunLog::Impl::record_waiting_events(std::int64_t step) {
 void RunLog::Impl::on(const events::LossScaleUpdated& event) {
   const std::lock_guard lock(mutex_);
   if (!files_.has_value()) return;
-  const std::int64_t number = scale_numbers_.number_of(event);
-  const auto [place, is_first] = loss_scales_.try_emplace(number, event.after);
-  if (!is_first && place->second == event.after) return;
-  place->second = event.after;
+  const auto [number, is_new] = scale_numbers_.number_of(event);
+  if (!is_new && event.after == event.before) return;
   const std::string name =
       number == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", number);
-  record_event([name, number, event](RunFiles& files, const Moment& when) {
+  record_event([name, number = number, event](RunFiles& files, const Moment& when) {
     files.add_scalar(when, name, event.after);
     files.add_sample(when, "loss_scale",
                      {{"loss_id", number},

@@ -11,7 +11,6 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string_view>
@@ -102,7 +101,6 @@ class RunLog::Impl {
   // Events before the first step is known, and their times.
   std::vector<std::pair<double, Add>> waiting_events_;
   ScaleNumbers scale_numbers_;
-  std::map<std::int64_t, double> loss_scales_;  // by number: the last recorded ones
   Clock::time_point last_flush_ = Clock::now();
 };
 

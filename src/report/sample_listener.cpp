@@ -50,7 +50,7 @@ void SampleListener::on(const events::LossScaleUpdated& given) {
   events::LossScaleUpdated event = given;
   {
     const std::lock_guard lock(mutex_);
-    event.loss_id = scale_numbers_.number_of(given);
+    event.loss_id = scale_numbers_.number_of(given).value;
     if (event.loss_id == 0) scales_.scale = event.after;
     if (event.loss_id != 0) scales_.has_other_losses = true;
   }

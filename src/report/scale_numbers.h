@@ -11,9 +11,14 @@ namespace semitone::report {
 // both.
 class ScaleNumbers {
  public:
-  // Of the scale that changed. The first one with a loss_id has that number, another one the next
-  // number that is free. One scale's events follow each other: each begins where the last one ended.
-  std::int64_t number_of(const events::LossScaleUpdated& event);
+  struct Number {
+    std::int64_t value;
+    bool is_new;  // its first event
+  };
+
+  // Of an event's scale. The first one with a loss_id has that number, another one the next number
+  // that is free. One scale's events follow each other: each begins where the last one ended.
+  Number number_of(const events::LossScaleUpdated& event);
 
  private:
   struct Scale {
