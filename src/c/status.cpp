@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
+#include "src/core/utf8.h"
 
 #include <c10/util/Exception.h>
 #include <torch/version.h>
@@ -10,6 +11,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <string>
+#include <string_view>
 
 namespace semitone::c {
 namespace {
@@ -19,28 +21,15 @@ namespace {
 constexpr std::size_t kMostBytes = 4096;
 thread_local char last_error[kMostBytes] = {};
 
-// The length of the UTF-8 character that a text begins with; 0 if it begins with none.
-std::size_t character_length(const char* text) {
-  const auto first = static_cast<unsigned char>(*text);
-  const std::size_t length = first < 0x80                     ? 1
-                             : first >= 0xC2 && first <= 0xDF ? 2
-                             : first >= 0xE0 && first <= 0xEF ? 3
-                             : first >= 0xF0 && first <= 0xF4 ? 4
-                                                              : 0;
-  for (std::size_t i = 1; i < length; ++i)
-    if ((static_cast<unsigned char>(text[i]) & 0xC0U) != 0x80U) return 0;
-  return length;
-}
-
 // Messages quote arguments, which may have any bytes.
-SemitoneStatus keep_message(SemitoneStatus status, const char* message) noexcept {
+SemitoneStatus keep_message(SemitoneStatus status, std::string_view message) noexcept {
   std::size_t size = 0;
-  while (*message != '\0') {
-    const std::size_t length = character_length(message);
-    if (size + std::max<std::size_t>(length, 1) >= kMostBytes) break;
-    if (length == 0) last_error[size++] = '?';
-    for (std::size_t i = 0; i < length; ++i) last_error[size++] = message[i];
-    message += std::max<std::size_t>(length, 1);
+  while (!message.empty()) {
+    const std::size_t length = utf8_length(message);
+    const std::string_view next = length == 0 ? "?" : message.substr(0, length);
+    if (size + next.size() >= kMostBytes) break;
+    size += next.copy(last_error + size, next.size());
+    message.remove_prefix(std::max<std::size_t>(length, 1));
   }
   last_error[size] = '\0';
   return status;

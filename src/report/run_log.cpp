@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/core/log.h"
+#include "src/core/utf8.h"
 #include "src/report/histogram.h"
 #include "src/report/run_log_impl.h"
 
@@ -14,14 +15,6 @@
 
 namespace semitone::report {
 namespace {
-
-bool is_utf8(const std::string& text) {
-  try {
-    return !nlohmann::json(text).dump().empty();
-  } catch (const nlohmann::json::type_error&) {
-    return false;
-  }
-}
 
 void check_name(const std::string& name) {
   const auto is_control = [](unsigned char letter) { return letter < ' ' || letter == 0x7f; };

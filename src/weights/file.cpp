@@ -3,14 +3,13 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/file.h"
+#include "src/core/utf8.h"
 #include "src/weights/cast.h"
 #include "src/weights/file_names.h"
 #include "src/weights/load.h"
 #include "src/weights/python_file.h"
 #include "src/weights/safetensors.h"
 #include "src/weights/tensor_bytes.h"
-
-#include <nlohmann/json.hpp>
 
 #include <string>
 #include <utility>
@@ -31,15 +30,6 @@ Format format_for(const std::filesystem::path& path, const SaveOptions& options)
   return *format;
 }
 
-// Python could not read the file otherwise.
-void require_utf8(const std::string& name) {
-  try {
-    static_cast<void>(nlohmann::json(name).dump());
-  } catch (const nlohmann::json::type_error& error) {
-    throw Error(kWrite, "names of tensors in UTF-8", error.what());
-  }
-}
-
 // The tensors in the dtype of the file; Error for what no file can hold.
 StateDict prepared(const StateDict& tensors, const SaveOptions& options) {
   StateDict ready;
@@ -53,7 +43,9 @@ StateDict prepared(const StateDict& tensors, const SaveOptions& options) {
                   : tensor.is_meta()      ? "one on the meta device"
                                           : "a sparse one");
     }
-    require_utf8(item.key());
+    // Python could not read the file otherwise.
+    if (!is_utf8(item.key()))
+      throw Error(kWrite, "names of tensors in UTF-8", "'" + item.key() + "'");
     const bool cast = options.dtype().has_value() && at::isFloatingType(tensor.scalar_type());
     ready.insert(item.key(), cast ? checked_cast<Error>(tensor, *options.dtype(), kWrite,
                                                         "'" + item.key() + "'")

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/utf8.h"
 #include "src/weights/dtype_names.h"
 #include "src/weights/tensor_bytes.h"
 
@@ -206,31 +207,30 @@ void write_safetensors(const StateDict& tensors, const std::map<std::string, std
       if (item.value().element_size() == size) order.push_back(&item);
     }
   }
+  for (const auto& [key, value] : metadata) {
+    if (!is_utf8(key) || !is_utf8(value))
+      throw Error(kWrite, "metadata in UTF-8", "'" + key + "': '" + value + "'");
+  }
   Json all_metadata(metadata);
   all_metadata["format"] = "pt";
-  std::string text;
+  std::string text = "{" + Json(kMetadata).dump() + ":" + all_metadata.dump();
   std::uint64_t place = 0;
-  try {
-    text = "{" + Json(kMetadata).dump() + ":" + all_metadata.dump();
-    for (const auto* item : order) {
-      const at::Tensor& tensor = item->value();
-      const auto dtype = name_in(kDtypes, tensor.scalar_type());
-      if (!dtype.has_value()) {
-        throw Error(kWrite, "a dtype that safetensors has for '" + item->key() + "'",
-                    dtype_name(tensor.scalar_type()));
-      }
-      if (item->key() == kMetadata) throw Error(kWrite, "another name for a tensor", kMetadata);
-      const std::uint64_t end = place + static_cast<std::uint64_t>(tensor.numel()) *
-                                            static_cast<std::uint64_t>(tensor.element_size());
-      const Json entry = {
-          {"dtype", *dtype}, {"shape", tensor.sizes().vec()}, {"data_offsets", {place, end}}};
-      text += "," + Json(item->key()).dump() + ":" + entry.dump();
-      place = end;
+  for (const auto* item : order) {
+    const at::Tensor& tensor = item->value();
+    const auto dtype = name_in(kDtypes, tensor.scalar_type());
+    if (!dtype.has_value()) {
+      throw Error(kWrite, "a dtype that safetensors has for '" + item->key() + "'",
+                  dtype_name(tensor.scalar_type()));
     }
-    text += '}';
-  } catch (const Json::exception& error) {
-    throw Error(kWrite, "names of tensors in UTF-8", error.what());
+    if (item->key() == kMetadata) throw Error(kWrite, "another name for a tensor", kMetadata);
+    const std::uint64_t end = place + static_cast<std::uint64_t>(tensor.numel()) *
+                                          static_cast<std::uint64_t>(tensor.element_size());
+    const Json entry = {
+        {"dtype", *dtype}, {"shape", tensor.sizes().vec()}, {"data_offsets", {place, end}}};
+    text += "," + Json(item->key()).dump() + ":" + entry.dump();
+    place = end;
   }
+  text += '}';
   text.resize((text.size() + 7) / 8 * 8, ' ');
   const std::uint64_t size = text.size();
   std::array<char, kSizeBytes> size_bytes{};
