@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the structure in docs/house.md: which room may include which, and what a public header may contain.
+"""Checks the structure in docs/house.md: which room may include which, what a public header may contain, and that each test runs.
 
     tools/check_house.py [ROOT]
 
@@ -103,6 +103,15 @@ def check_umbrellas(root: pathlib.Path, table: dict):
     return [problem for umbrella, headers in rooms for problem in missing(umbrella, headers)]
 
 
+def check_tests(root: pathlib.Path):
+    """That each tests/**/*_test.cpp belongs to a program of tests/**/CMakeLists.txt: else it never runs."""
+    tests = root / "tests"
+    listed = {(file.parent / word).as_posix() for file in tests.rglob("CMakeLists.txt")
+              for word in re.findall(r"[\w/*.-]+\.cpp", file.read_text())}
+    return [f"{path.relative_to(root).as_posix()}: no program of tests/CMakeLists.txt has it" for path in sorted(tests.rglob("*_test.cpp"))
+            if not {path.as_posix(), (path.parent / "*_test.cpp").as_posix()} & listed]
+
+
 def check(root: pathlib.Path):
     table = read_table(root)
     rooms = {name: arrows for name, (arrows, _, _) in table.items()}
@@ -111,6 +120,7 @@ def check(root: pathlib.Path):
     texts = {path.relative_to(root).as_posix(): path.read_text() for path in files}
     problems += check_headers(texts, {top for _, top, _ in table.values() if top})
     problems += check_umbrellas(root, table)
+    problems += check_tests(root)
     # Rooms with public headers. A room without any, and core, is all for other rooms.
     internal = {room_of(name) for name in texts if name.startswith("include/")} - {"core"}
     for path in files:

@@ -55,6 +55,13 @@ class CheckHouse(unittest.TestCase):
         self.assertEqual(len(found), 1)
         self.assertIn("src/nn/a.h is private to room 'nn'", found[0])
 
+    def test_each_test_is_in_a_program(self):
+        files = {"tests/core/a_test.cpp": "", "tests/zoo/b_test.cpp": "", "tests/core/tool.cpp": "",
+                 "tests/CMakeLists.txt": "semitone_test(core_test SOURCES core/a_test.cpp)\nfile(GLOB zoo_tests zoo/*_test.cpp)\n"}
+        self.assertEqual(problems_of(files), [])
+        found = problems_of({**files, "tests/core/aa_test.cpp": ""})
+        self.assertEqual(found, ["tests/core/aa_test.cpp: no program of tests/CMakeLists.txt has it"])
+
     def test_umbrellas_include_every_public_header(self):
         header = {"src/rooms.txt": "nn: | | semitone/nn.h\n", "include/semitone/nn/a.h": "#pragma once\n",
                   "include/semitone/nn/detail/b.h": "#pragma once\n"}
