@@ -40,6 +40,7 @@ ordered_json json_of(const Machine& machine) {
   return {{"processor", machine.processor},
           {"device", describe_device(c10::DeviceType::CPU)},
           {"cores", machine.cores},
+          {"physical_cores", machine.physical_cores},
           {"cpu_quota", std::move(quota)},
           {"threads", machine.threads},
           {"load", machine.load},
@@ -110,12 +111,10 @@ int run(const std::string& json) {
   const MachineSpeed speed = measure_machine();
   const std::vector<OperatorSpeed> operators = train::measure_operators();
   const std::vector<Finding> findings = train::findings_of(machine, speed, operators);
-  if (json != "-") {
-    std::ostream& out = human_output(json);
-    print(out, machine, speed);
-    cli::print(out, operators);
-    print(out, findings);
-  }
+  std::ostream& out = human_output(json);
+  print(out, machine, speed);
+  cli::print(out, operators);
+  print(out, findings);
   const ordered_json object = {{"semitone", version()},           {"libtorch", libtorch_version()},
                                {"machine", json_of(machine)},     {"speed", json_of(speed)},
                                {"operators", to_json(operators)}, {"findings", json_of(findings)}};

@@ -1,12 +1,15 @@
 #include "apps/semitone/output.h"
 
+#include "apps/semitone/flags.h"
 #include "src/core/env.h"
 #include "src/core/file.h"
 
+#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <iostream>
+#include <system_error>
 
 namespace semitone::cli {
 namespace {
@@ -39,6 +42,18 @@ void write_json(const std::string& json, const std::string& text) {
 
 void require_json_writable(const std::string& json) {
   if (!json.empty() && json != "-") require_writable(json, kJson);
+}
+
+void require_two_files(std::string_view component, const OutputFile& one, const OutputFile& other) {
+  constexpr auto kStandardOutput = "-";
+  if (one.path.empty() || other.path.empty() || other.path == kStandardOutput) return;
+  const auto place = [](const std::filesystem::path& path) {
+    std::error_code ignored;
+    return std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
+  };
+  if (place(one.path) != place(other.path)) return;
+  throw UsageError(component, fmt::format("two files for {} and {}", one.flag, other.flag),
+                   "'" + one.path.string() + "' for both");
 }
 
 std::string bold(const std::ostream& stream, const std::string& text) {

@@ -16,6 +16,7 @@
 #include "semitone/core/version.h"
 #include "src/checkpoint/folder.h"
 #include "src/comm/rendezvous.h"
+#include "src/core/counted.h"
 #include "src/core/file.h"
 #include "src/launch/process.h"
 #include "src/train/checkpoints.h"
@@ -102,14 +103,13 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::Task& t
       flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
   if (ranks > 1) line("processes", processes_line(flags, group));
   if (!flags.options.checkpoint_dir().empty()) line("checkpoints", checkpoints_line(flags.options));
-  line("training",
-       fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
-                   flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
-                   flags.batch_size(ranks), flags.options.optimizer(), flags.options.lr(),
-                   train::find_optimizer(flags.options.optimizer()).has_momentum
-                       ? fmt::format(" momentum {}", flags.options.momentum())
-                       : "",
-                   train::name_of(flags.options.schedule()), flags.options.seed()));
+  line("training", fmt::format("{}, {} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
+                               counted(flags.options.epochs(), "epoch"), flags.batch_size(ranks),
+                               flags.options.optimizer(), flags.options.lr(),
+                               train::find_optimizer(flags.options.optimizer()).has_momentum
+                                   ? fmt::format(" momentum {}", flags.options.momentum())
+                                   : "",
+                               train::name_of(flags.options.schedule()), flags.options.seed()));
   out << std::flush;
 }
 
@@ -224,6 +224,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   // One process prints for all.
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
   const bool was_launched = place.world_size > 1;
+  if (speaks && !flags.as_part) warn_of_unused_flags(flags, command, place);
   if (speaks) require_json_writable(flags.json);
   // Not on one of several machines: the others would wait for it.
   if (speaks && flags.nodes == 1) train::require_resumable(flags.options);

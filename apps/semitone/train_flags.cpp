@@ -2,11 +2,13 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
 #include "apps/semitone/policy_flag.h"
 #include "apps/semitone/short_training.h"
 #include "apps/semitone/train_record.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
+#include "src/core/log.h"
 #include "src/launch/process_count.h"
 #include "src/train/models.h"
 #include "src/weights/file_names.h"
@@ -15,6 +17,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <filesystem>
 #include <system_error>
 
@@ -22,8 +25,8 @@ namespace semitone::cli {
 namespace {
 
 // Flags for the number and places of the processes; they are not passed on to these processes.
-constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
-                               "--master-port"};
+constexpr std::array kJobFlags{"--nproc",       "--nodes",       "--node-rank",
+                               "--master-addr", "--master-port", "--grace"};
 
 constexpr auto kDataFooter =
     R"(The data set of --data is recognised by its files, plain or .gz: four IDX files with MNIST's names
@@ -104,6 +107,11 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
+  add.number(
+      "--grace", flags.grace, [](double value) { return std::isfinite(value) && value >= 0; },
+      "from 0",
+      "Seconds from SIGTERM to SIGKILL when the processes are stopped: with --checkpoint-dir, "
+      "each first ends its step and saves");
   add.integer("--global-batch-size", flags.global_batch_size, 0, train::kLargestCount,
               "Images, or sequences, per step of all processes together, divided equally among "
               "them, so that a "
@@ -140,12 +148,7 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
 // The flags for checkpoints and weights.
 void check_files(const TrainFlags& flags, const CLI::App& command) {
   const std::filesystem::path& file = flags.options.save_weights();
-  std::error_code ignored;
-  if (!file.empty() && !flags.json.empty() &&
-      std::filesystem::weakly_canonical(file, ignored) ==
-          std::filesystem::weakly_canonical(flags.json, ignored))
-    throw UsageError(kTrain, "two files for --save-weights and --json",
-                     "'" + file.string() + "' for both");
+  require_two_files(kTrain, {"--save-weights", file}, {"--json", flags.json});
   if (!file.empty() && !weights::format_of_name(file)) {
     throw UsageError(kTrain, std::string("--save-weights that ends in ") + weights::kFileNames,
                      "'" + file.string() + "'");
@@ -205,6 +208,11 @@ int TrainFlags::processes() const {
 }
 
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place) {
+  try {
+    flags.processes();
+  } catch (const Error& error) {
+    throw UsageError(error);
+  }
   check_momentum(command, flags.options, kTrain);
   if (train::names_one_gpu(flags.device) && (flags.starts_job() || place.world_size > 1))
     throw UsageError(kTrain, "--device cuda with several processes, each of which uses its own GPU",
@@ -231,7 +239,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   }
   try {
     const bool starts_job = flags.starts_job();
-    for (const char* const flag : {"--node-rank", "--master-addr", "--master-port"}) {
+    for (const char* const flag : {"--node-rank", "--master-addr", "--master-port", "--grace"}) {
       if (!starts_job && command.count(flag) > 0)
         throw Error(kTrain, std::string("--nodes or --nproc with ") + flag, "neither",
                     "give the number of machines, the same on each");
@@ -240,6 +248,19 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   } catch (const Error& error) {
     throw UsageError(error);
   }
+}
+
+void warn_of_unused_flags(const TrainFlags& flags, const CLI::App& command,
+                          const comm::Rendezvous& place) {
+  const auto warn = [&](const char* flag, std::string_view reason) {
+    if (command.count(flag) > 0) log()->warn("{}: {} has no effect {}", kTrain, flag, reason);
+  };
+  // Elastic jobs may shrink to one process, and scripts loop over levels: no errors.
+  if (!flags.starts_job() && place.world_size <= 1) {
+    warn("--sync-bn", "in one process");
+    warn("--compress", "in one process");
+  }
+  if (flags.opt_level == "O0") warn("--dtype", "at --opt-level O0, which trains in fp32");
 }
 
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
@@ -260,10 +281,13 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
 
 launch::LaunchOptions job_of(const TrainFlags& flags) {
   const auto nodes = static_cast<int>(flags.nodes);
-  launch::LaunchOptions options(std::filesystem::read_symlink("/proc/self/exe"));
+  // Once: a new version may take the file's place between two levels.
+  static const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
+  launch::LaunchOptions options(program);
   options.nproc_per_node(flags.processes())
       .nnodes({nodes, nodes})
       .node_rank(static_cast<int>(flags.node_rank))
+      .grace(launch::LaunchOptions::Seconds(flags.grace))
       .rdzv_token(rdzv_token("", kTrain));
   set_master(options, flags.master_addr, flags.master_port, kTrain);
   return options;

@@ -36,6 +36,7 @@ struct TrainFlags {
   std::int64_t node_rank = 0;
   std::string master_addr;
   std::int64_t master_port = 0;
+  double grace = 300;  // seconds
   std::int64_t log_every = 100;
   std::string log_dir;  // empty: no record
   std::int64_t record_every = 100;
@@ -63,6 +64,10 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command);
 
 // UsageError for flags that contradict each other, or this process's place in a job.
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place);
+
+// Warns of flags that have no effect.
+void warn_of_unused_flags(const TrainFlags& flags, const CLI::App& command,
+                          const comm::Rendezvous& place);
 
 // The library's options for the flags, for one level.
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,

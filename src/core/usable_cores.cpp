@@ -6,10 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <filesystem>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace semitone {
 namespace {
@@ -35,6 +39,21 @@ int usable_cores() {
   return cores > 0 ? cores : 1;
 }
 
+int physical_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) return usable_cores();
+  std::set<std::string> cores;
+  for (std::size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &set)) continue;
+    // "0,64": the threads of this core.
+    std::string threads = read_text("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                                    "/topology/thread_siblings_list");
+    cores.insert(threads.empty() ? std::to_string(cpu) : std::move(threads));
+  }
+  return std::max(1, static_cast<int>(cores.size()));
+}
+
 int all_cores() {
   return std::max(usable_cores(), static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
 }
@@ -55,6 +74,12 @@ std::optional<double> cpu_quota() {
   take(parse_cpu_quota(read_text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") + " " +
                        read_text("/sys/fs/cgroup/cpu/cpu.cfs_period_us")));
   return least;
+}
+
+int granted_cores() {
+  const std::optional<double> quota = cpu_quota();
+  const int cores = usable_cores();
+  return quota.has_value() && *quota < cores ? static_cast<int>(std::ceil(*quota)) : cores;
 }
 
 std::optional<double> parse_cpu_quota(std::string_view text) {

@@ -106,7 +106,7 @@ void Launcher::Impl::announce(const Assignment& assignment) const {
     if (const int threads = threads_of_each(options_); threads > 0) {
       log()->info(
           "OMP_NUM_THREADS={} for each of {} processes on {} cores; set the variable to override",
-          threads, count, usable_cores());
+          threads, count, granted_cores());
     }
   }
   if (assignment.nodes > 1) {

@@ -30,7 +30,8 @@ ProcessCount ProcessCount::parse(std::string_view text) {
   const int gpus = text == "cpu" ? 0 : gpu_count();
   require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
   if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
-  return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};
+  const int cores = granted_cores();
+  return {cores, fmt::format("one for each of {} cores", cores)};
 }
 
 }  // namespace semitone::launch

@@ -35,7 +35,7 @@ Variables worker_environment(const Assignment& assignment, const LaunchOptions& 
 
 int threads_of_each(const LaunchOptions& options) {
   if (options.nproc_per_node() == 1 || env::get(env::kOmpThreads).has_value()) return 0;
-  return std::max(1, usable_cores() / options.nproc_per_node());
+  return std::max(1, granted_cores() / options.nproc_per_node());
 }
 
 std::string with_local_rank(std::string argument, int local_rank) {

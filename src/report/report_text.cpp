@@ -1,5 +1,6 @@
 #include "src/report/report_text.h"
 
+#include "src/core/counted.h"
 #include "src/core/printable.h"
 #include "src/report/skips.h"
 #include "src/report/verdict_rules.h"

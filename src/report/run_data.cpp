@@ -73,6 +73,7 @@ void read_start(const RecordFields& file, RunInfo& info) {
   info.processor = environment->text("processor");
   info.threads = environment->count("threads");
   info.cores = environment->count("cores");
+  info.physical_cores = environment->count("physical_cores");
   info.all_cores = environment->count("all_cores");
   info.cpu_quota = environment->number("cpu_quota");
   info.local_world_size = environment->integer("local_world_size", 0, kMostRanks);

@@ -120,7 +120,8 @@ struct RunInfo {
   std::string processor;
   std::string device;  // "cpu"; empty without a Recorder
   std::int64_t threads = 0;
-  std::int64_t cores = 0;  // that the process may run on; 0: unknown
+  std::int64_t cores = 0;           // that the process may run on; 0: unknown
+  std::int64_t physical_cores = 0;  // of these; 0: unknown
   std::int64_t all_cores = 0;
   std::optional<double> cpu_quota;    // cores' worth of time that the control group gets
   std::int64_t local_world_size = 0;  // processes on this machine; 0: unknown

@@ -68,6 +68,7 @@ Json environment(std::int64_t rank, std::int64_t world_size) {
             {"cuda_devices", at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0},
             {"threads", at::get_num_threads()},
             {"cores", usable_cores()},
+            {"physical_cores", physical_cores()},
             {"all_cores", all_cores()},
             {"host", host_name()},
             {"pid", ::getpid()},

@@ -1,5 +1,6 @@
 #include "src/report/skips.h"
 
+#include "src/core/counted.h"
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>

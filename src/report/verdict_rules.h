@@ -62,9 +62,6 @@ std::optional<Verdict> judge_samples(const Evidence& evidence);
 // A share as a text: "12.5 %", "less than 0.01 %".
 std::string percent(double share);
 
-// "1 step", "3 steps".
-std::string counted(std::int64_t number, std::string_view singular);
-
 // Names with the figure that orders them.
 using Ranked = std::vector<std::pair<double, std::string>>;
 

@@ -1,5 +1,6 @@
 #include "src/report/verdicts.h"
 
+#include "src/core/counted.h"
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>
@@ -84,10 +85,6 @@ std::string percent(double share) {
   if (value > 0 && value < 0.01) return "less than 0.01 %";
   if (value > 99.9 && value < 100) return "more than 99.9 %";
   return fmt::format("{:.3g} %", value);
-}
-
-std::string counted(std::int64_t number, std::string_view singular) {
-  return fmt::format("{} {}{}", number, singular, number == 1 ? "" : "s");
 }
 
 std::vector<std::string> worst_first(Ranked ranked) {

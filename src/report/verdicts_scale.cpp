@@ -1,5 +1,6 @@
 // The loss and its scale.
 
+#include "src/core/counted.h"
 #include "src/report/skips.h"
 #include "src/report/verdict_rules.h"
 

@@ -1,5 +1,6 @@
 // Settings of the training and of the machine.
 
+#include "src/core/counted.h"
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>
@@ -95,11 +96,15 @@ std::optional<Verdict> judge_threads(const Evidence& evidence) {
   const double available = available_cores(info);
   const auto threads = static_cast<double>(info.threads * processes);
   const bool has_too_many = threads > available;
-  // On a GPU, a single thread is enough for what is left to the CPU.
-  const bool has_too_few = 2 * threads <= available && info.device == "cpu";
+  // A second thread of a core adds little. On a GPU, a single thread is enough for what is left to the
+  // CPU.
+  const double enough = info.physical_cores > 0
+                            ? std::min(available, static_cast<double>(info.physical_cores))
+                            : available;
+  const bool has_too_few = 2 * threads <= enough && info.device == "cpu";
   if (!has_too_many && !has_too_few) return std::nullopt;
-  const std::int64_t best =
-      std::max<std::int64_t>(1, static_cast<std::int64_t>(available) / processes);
+  const std::int64_t best = std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(has_too_many ? available : enough) / processes);
   if (best == info.threads) return std::nullopt;  // more processes than cores
   std::optional<Verdict> verdict =
       number_verdict(has_too_many ? Severity::warning : Severity::advice, "threads", threads,

@@ -1,5 +1,6 @@
 // Where the time of the sampled steps goes.
 
+#include "src/core/counted.h"
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>

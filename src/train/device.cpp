@@ -2,6 +2,7 @@
 
 #include "semitone/core/device.h"
 #include "semitone/core/error.h"
+#include "src/core/counted.h"
 #include "src/core/cuda_driver.h"
 
 #include <ATen/Context.h>
@@ -25,10 +26,6 @@ std::optional<c10::DeviceIndex> index_of(std::string_view name) {
   return index;
 }
 
-std::string gpus(int count) {
-  return std::to_string(count) + (count == 1 ? " GPU" : " GPUs");
-}
-
 }  // namespace
 
 bool is_device_name(std::string_view name) {
@@ -48,16 +45,17 @@ c10::Device find_device(std::string_view name) {
                 "build with PRESET=cuda (docs/gpu.md), or --device cpu");
   }
   if (!at::hasCUDA()) {
-    throw Error(
-        "train.device", expected,
-        gpu_count() == 0 ? "no CUDA device" : gpus(gpu_count()) + " that LibTorch cannot use",
-        "check the driver with nvidia-smi, or --device cpu");
+    throw Error("train.device", expected,
+                gpu_count() == 0 ? "no CUDA device"
+                                 : counted(gpu_count(), "GPU") + " that LibTorch cannot use",
+                "check the driver with nvidia-smi, or --device cpu");
   }
   const std::optional<c10::DeviceIndex> index = index_of(name);
   if (!index.has_value()) return c10::kCUDA;
   const c10::DeviceIndex count = at::detail::getCUDAHooks().deviceCount();
   if (*index >= count)
-    throw Error("train.device", expected, gpus(count) + ", numbered from 0", "--device cuda:0");
+    throw Error("train.device", expected, counted(count, "GPU") + ", numbered from 0",
+                "--device cuda:0");
   return {c10::kCUDA, *index};
 }
 

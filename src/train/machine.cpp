@@ -38,6 +38,7 @@ Machine read_machine() {
   Machine machine;
   machine.processor = value_of(read_text("/proc/cpuinfo"), "model name");
   machine.cores = usable_cores();
+  machine.physical_cores = physical_cores();
   machine.all_cores = all_cores();
   machine.cpu_quota = cpu_quota();
   machine.threads = at::get_num_threads();

@@ -11,8 +11,9 @@
 namespace semitone::train {
 
 struct Machine {
-  std::string processor;  // "AMD EPYC 7B13"; empty if the system does not say
-  int cores = 1;          // that this process may run on
+  std::string processor;   // "AMD EPYC 7B13"; empty if the system does not say
+  int cores = 1;           // that this process may run on
+  int physical_cores = 1;  // of these: hyperthreads of a core count as one
   // Cores' worth of time that the process's control group gets; nothing: no limit.
   std::optional<double> cpu_quota;
   int threads = 1;    // of LibTorch

@@ -1,6 +1,7 @@
 // What the figures of a machine mean. The limits are stated where they are used.
 
 #include "semitone/core/dtype.h"
+#include "src/core/counted.h"
 #include "src/train/machine.h"
 #include "src/train/operator_speed.h"
 
@@ -73,12 +74,15 @@ void find_thread_problems(const Machine& machine, const MachineSpeed& speed, Fin
                             machine.load, machine.all_cores),
                 "measure again on an idle machine, which is faster than the figures above say");
   }
-  if (2 * machine.threads <= machine.cores &&
+  if (2 * machine.threads <= machine.physical_cores &&
       !(machine.cpu_quota.has_value() && *machine.cpu_quota < 2 * machine.threads)) {
     add_problem(
         findings,
-        fmt::format("LibTorch computes with {} of {} cores", machine.threads, machine.cores),
-        "unset OMP_NUM_THREADS, unless each of several processes has its share of the cores");
+        fmt::format("LibTorch computes with {} of {} cores", machine.threads,
+                    machine.physical_cores),
+        fmt::format("set OMP_NUM_THREADS={}, unless each of several processes has its share of the "
+                    "cores",
+                    machine.physical_cores));
   }
   // Two threads on two hyperthreads of a core reach 1.0 to 1.3.
   const double scaling = speed.product_ms_one / speed.product_ms;
@@ -100,8 +104,7 @@ void find_limits(const Machine& machine, Findings& findings) {
   }
   if (machine.gpus > 0 && !machine.libtorch_has_gpu) {
     add_problem(findings,
-                fmt::format("{} GPU{} that this LibTorch cannot use", machine.gpus,
-                            machine.gpus == 1 ? "" : "s"),
+                fmt::format("{} that this LibTorch cannot use", counted(machine.gpus, "GPU")),
                 "build with PRESET=cuda (docs/gpu.md)");
   }
 }
@@ -163,11 +166,11 @@ std::vector<Finding> findings_of(const Machine& machine, const MachineSpeed& spe
   find_limits(machine, findings);
   find_slow_kernels(operators, findings);
   if (machine.gpus > 0 && machine.libtorch_has_gpu) {
-    findings.push_back({false,
-                        fmt::format("{} GPU{} that LibTorch can use; not measured here",
-                                    machine.gpus, machine.gpus == 1 ? "" : "s"),
-                        "train with --device cuda --opt-level O1, or O2 for the least memory; "
-                        "compare both with semitone bench --device cuda"});
+    findings.push_back(
+        {false,
+         fmt::format("{} that LibTorch can use; not measured here", counted(machine.gpus, "GPU")),
+         "train with --device cuda --opt-level O1, or O2 for the least memory; "
+         "compare both with semitone bench --device cuda"});
   } else {
     findings.push_back(recommend_for_cpu(operators));
   }

@@ -1,6 +1,7 @@
 #include "src/train/step_count.h"
 
 #include "semitone/core/error.h"
+#include "src/core/counted.h"
 #include "src/train/checks.h"
 
 #include <fmt/format.h>
@@ -10,10 +11,6 @@
 
 namespace semitone::train {
 namespace {
-
-std::string counted(std::int64_t count, std::string_view what, std::string_view plural_ending) {
-  return fmt::format("{} {}{}", count, what, count == 1 ? "" : plural_ending);
-}
 
 // How each batch gets enough examples.
 std::string remedy_for(const StepCount& count, std::int64_t smallest, const TrainOptions& options,
@@ -57,8 +54,8 @@ void require_steps(const DataSet& data, const TrainOptions& options, std::int64_
     throw Error(component, expected, fmt::format("{}", count.end), "raise --max-steps");
   throw Error(
       component, expected,
-      fmt::format("{} in {} of {}", counted(count.steps, "step", "s"),
-                  counted(options.epochs(), "epoch", "s"), counted(count.batches, "batch", "es")),
+      fmt::format("{} in {} of {}", counted(count.steps, "step"),
+                  counted(options.epochs(), "epoch"), counted(count.batches, "batch", "es")),
       count.batches < count.all_batches ? "raise --epochs or --limit-batches"
                                         : "raise --epochs, or lower --batch-size");
 }

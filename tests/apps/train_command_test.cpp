@@ -49,6 +49,20 @@ std::string two_digits(double value) {
   return text.data();
 }
 
+TEST_F(CliTest, TrainWarnsOfFlagsWithoutEffect) {
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "O0", "--dtype", "bf16", "--sync-bn", "--quiet"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(
+      finished.err,
+      AllOf(HasSubstr("--dtype has no effect at --opt-level O0, which trains in fp32"),
+            HasSubstr("--sync-bn has no effect in one process"), Not(HasSubstr("--compress"))));
+  const ProcessResult all =
+      run_semitone(train({"--opt-level", "all", "--dtype", "bf16", "--quiet"}));
+  ASSERT_TRUE(all.status.success()) << all.err;
+  EXPECT_EQ(all.err, "");
+}
+
 TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
   const ProcessResult finished =
       run_semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <optional>
 
 namespace semitone {
@@ -18,6 +19,9 @@ TEST(CpuQuota, IsTheCoresWorthOfTime) {
 TEST(Cores, OfTheMachineAreNoFewerThanTheUsableOnes) {
   EXPECT_GE(usable_cores(), 1);
   EXPECT_GE(all_cores(), usable_cores());
+  EXPECT_GE(granted_cores(), 1);
+  EXPECT_LE(granted_cores(), usable_cores());
+  EXPECT_LE(granted_cores(), std::ceil(cpu_quota().value_or(usable_cores())));
 }
 
 }  // namespace

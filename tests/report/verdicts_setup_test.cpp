@@ -76,6 +76,8 @@ TEST(ThreadVerdict, HalfOfTheCoresIsAnAdvice) {
   EXPECT_THAT(verdict.remedy, HasSubstr("OMP_NUM_THREADS=8"));
   MadeUpRun most;
   EXPECT_FALSE(has(on_machine(most, 5, 8, 8), "threads"));
+  MadeUpRun hyperthreads;
+  EXPECT_FALSE(has(on_machine(hyperthreads, 4, 8, 8).set("physical_cores", 4), "threads"));
 }
 
 TEST(ThreadVerdict, AGpuNeedsFewThreads) {

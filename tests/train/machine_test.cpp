@@ -19,6 +19,8 @@ using ::testing::HasSubstr;
 TEST(ReadMachine, HasWhatEverySystemSays) {
   const Machine machine = read_machine();
   EXPECT_GE(machine.cores, 1);
+  EXPECT_GE(machine.physical_cores, 1);
+  EXPECT_LE(machine.physical_cores, machine.cores);
   EXPECT_GE(machine.threads, 1);
   EXPECT_GE(machine.load, 0);
   EXPECT_GT(machine.memory, std::int64_t{1} << 28);
@@ -31,7 +33,7 @@ class Findings : public ::testing::Test {
  protected:
   // An idle machine with two cores and bf16 kernels.
   Findings() {
-    machine_.cores = machine_.all_cores = 2;
+    machine_.cores = machine_.all_cores = machine_.physical_cores = 2;
     machine_.threads = 2;
     machine_.load = 0.1;
     machine_.best_set = machine_.set = InstructionSet::avx512_bf16;
@@ -102,9 +104,15 @@ TEST_F(Findings, MoreThreadsThanCores) {
 }
 
 TEST_F(Findings, FewerThreadsThanCores) {
-  machine_.cores = machine_.all_cores = 8;
-  EXPECT_THAT(problem(), AllOf(HasSubstr("with 2 of 8 cores"), HasSubstr("OMP_NUM_THREADS")));
+  machine_.cores = machine_.all_cores = machine_.physical_cores = 8;
+  EXPECT_THAT(problem(), AllOf(HasSubstr("with 2 of 8 cores"), HasSubstr("OMP_NUM_THREADS=8")));
   machine_.cpu_quota = 2;
+  EXPECT_EQ(found().size(), 1U);
+}
+
+// LibTorch leaves the second thread of a core alone.
+TEST_F(Findings, AThreadForEachPhysicalCoreIsEnough) {
+  machine_.cores = machine_.all_cores = 4;
   EXPECT_EQ(found().size(), 1U);
 }
 
