@@ -40,6 +40,8 @@ std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
   }
   all.push_back(random({2, 3, 2, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast3d));
   all.push_back(random({2, 3, 130, 131}));
+  // A GPU's last part of a channel has no element.
+  all.push_back(random({3, 16, 22, 23}));
   all.push_back(random({2, 3, 130, 131}).contiguous(at::MemoryFormat::ChannelsLast));
   // Many rows of few channels, also of one more and one fewer than a vector or a joined row has.
   all.push_back(random({1300, 1}));
@@ -113,15 +115,18 @@ TEST_P(BatchNormKernels, MomentsAreThoseOfTheValuesInFp64) {
 }
 
 TEST_P(BatchNormKernels, MomentsKeepSmallVariancesOfLargeMeans) {
-  for (const bool channels_last : {false, true}) {
-    at::Tensor input = torch::randn({4, 3, 70, 70}) + 4096;
-    if (channels_last) input = input.contiguous(at::MemoryFormat::ChannelsLast);
+  const at::Tensor squares = torch::randn({4, 3, 70, 70}) + 4096;
+  // On a GPU, a part of this one begins where its plane has no chunk of elements any more.
+  const at::Tensor oblongs = torch::randn({6, 16, 22, 23}) + 4096;
+  for (const at::Tensor& input :
+       {squares, squares.contiguous(at::MemoryFormat::ChannelsLast), oblongs}) {
+    SCOPED_TRACE(name_of(input));
     const Moments got = moments(input);
     const Moments want = ref::moments(input.to(torch::kDouble));
     expect_close(got.mean, want.mean, 1e-9);
     expect_close(got.m2, want.m2, 1e-5);
     expect_bitwise_equal(moments(torch::full_like(input, 4097)).m2,
-                         torch::zeros({3}, torch::kDouble));
+                         torch::zeros({input.size(1)}, torch::kDouble));
   }
 }
 

@@ -127,6 +127,8 @@ __global__ void __launch_bounds__(kThreads)
   PlaneChunks<N> chunks(tiles);
   Anchored own;
   unsigned terms = 0;
+  // A part may begin where its plane has no chunk any more: there is nothing to take for an anchor.
+  if (sum_of_lanes(population(chunks.mask()), tiles.lanes) == 0) chunks.advance();
   own.anchor = anchor_of<F>(tiles, chunks, input);
   while (!chunks.done()) {
     Held<F, N> held[kMost];
@@ -148,7 +150,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const double size = sum_of_lanes(terms, tiles.lanes);
-  const double inverse = 1 / size;
+  // A part may have nothing but such a visit.
+  const double inverse = size == 0 ? 0 : 1 / size;
   const Channel all(own.anchor, sum_of_lanes(static_cast<double>(own.sum), tiles.lanes),
                     sum_of_lanes(static_cast<double>(own.squares), tiles.lanes));
   const std::size_t channel = tiles.channel();
