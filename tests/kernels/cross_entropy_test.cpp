@@ -43,6 +43,12 @@ std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
   // Larger and larger, so that each block has a new maximum; smaller and smaller.
   all.push_back(torch::linspace(-30, 30, 9000).to(dtype).repeat({2, 1}));
   all.push_back(torch::linspace(30, -30, 9000).to(dtype).repeat({2, 1}));
+  // The first blocks have no logit above -inf, the next ones only such as are far below 0.
+  if (dtype != torch::kHalf) {
+    const auto filled = [&](double value) { return torch::full({2, 4096}, value).to(dtype); };
+    all.push_back(
+        torch::cat({filled(-std::numeric_limits<double>::infinity()), filled(-1e9), filled(0)}, 1));
+  }
   return all;
 }
 

@@ -70,7 +70,8 @@ void see_block(const typename F::Stored* block, std::size_t before, std::size_t 
     seen.max = max;
     if (before > 0) {
       const double step = old_centre - static_cast<double>(seen.centre());
-      seen.sum *= std::exp(step);
+      // Without a logit above -inf so far, the step from 0 may be so long that 0 * inf is NaN.
+      if (seen.sum != 0) seen.sum *= std::exp(step);
       seen.away += static_cast<double>(before) * step;
     }
   }
