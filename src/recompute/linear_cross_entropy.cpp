@@ -67,6 +67,10 @@ void for_chunks(const at::Tensor& weight, const at::Tensor& bias, std::int64_t s
                 const Use& use) {
   for (std::int64_t first = 0; first < weight.size(0); first += size) {
     const std::int64_t count = std::min(size, weight.size(0) - first);
+    if (count == weight.size(0)) {  // itself, not a view: its cast is cached
+      use(Chunk{first, weight, bias});
+      return;
+    }
     use(Chunk{first, weight.narrow(0, first, count),
               bias.defined() ? bias.narrow(0, first, count) : bias});
   }

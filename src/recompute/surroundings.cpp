@@ -1,11 +1,14 @@
 #include "src/recompute/surroundings.h"
 
+#include "src/core/capture_scope.h"
+
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <functional>
 #include <mutex>
+#include <ranges>
 #include <string_view>
 
 namespace semitone::nn {
@@ -111,7 +114,10 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
 }
 
 void BufferValues::note_end() {
-  std::erase_if(values_, [](const auto& value) {
+  const bool is_captured = CaptureScope::is_active();
+  std::erase_if(values_, [&](const auto& value) {
+    // A graph cannot wait for the host.
+    if (is_captured && !value.first.is_cpu()) return false;
     return value.first.numel() > kSmall && at::equal(value.first, value.second);
   });
 }
@@ -126,7 +132,8 @@ BufferValues::Scope::Scope(const BufferValues& values) {
 
 BufferValues::Scope::~Scope() {
   const at::NoGradGuard no_grad;
-  for (const auto& [tensor, value] : before_) tensor.copy_(value);
+  // In reverse: of memory that is listed twice, the first entry has the value from before.
+  for (const auto& [tensor, value] : before_ | std::views::reverse) tensor.copy_(value);
 }
 
 ModuleModes::ModuleModes(const std::shared_ptr<torch::nn::Module>& module) {

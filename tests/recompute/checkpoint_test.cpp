@@ -235,6 +235,14 @@ TEST(Checkpoint, KeepsTheBuffersThatItIsGiven) {
   expect_equal(step_of(with_options), step_of(kPlain));
 }
 
+// A module's own buffers are kept anyway, and one layer may be there under two names.
+TEST(Checkpoint, BuffersMayBeListedTwice) {
+  const auto listed_again = [](const torch::nn::Sequential& block, const at::Tensor& x) {
+    return checkpoint(CheckpointOptions().buffers(block->buffers()), block, x);
+  };
+  expect_equal(step_of(listed_again), step_of(kPlain));
+}
+
 TEST(Checkpoint, GradientsReachWhatAFunctionCaptures) {
   const auto gradients = [](bool checkpointed) {
     torch::manual_seed(2);

@@ -206,6 +206,29 @@ TEST(LinearCrossEntropy, IsNotInFp8) {
   for (std::size_t i = 0; i < got.size(); ++i) test::expect_bitwise_equal(got[i], want[i]);
 }
 
+// LibTorch then splits the layer into operators that are lowered themselves.
+TEST(LinearCrossEntropy, ThePolicyMayLeaveLinearLayersAlone) {
+  const Problem problem = new_problem();
+  amp::CastPolicy policy = amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
+  policy.leave("linear");
+  const auto in_region = [&](const Loss& loss_of) -> Loss {
+    return
+        [&, loss_of](const auto& input, const auto& weight, const auto& bias, const auto& target) {
+          const amp::Autocast region(policy);
+          return loss_of(input, weight, bias, target);
+        };
+  };
+  const auto want = results_of(problem, in_region(definition()));
+  for (const std::int64_t size : {std::int64_t{16}, kClasses}) {
+    const auto got = results_of(problem, in_region(chunked(Options().chunk_size(size))));
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_LT((got[i] - want[i]).norm().item<double>(),
+                2 * test::rounding_tolerance(torch::kBFloat16) * want[i].norm().item<double>())
+          << i;
+    }
+  }
+}
+
 TEST(LinearCrossEntropy, AKeptWeightIsNotCast) {
   const Problem problem = new_problem(false);
   Head head;
