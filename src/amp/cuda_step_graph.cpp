@@ -37,7 +37,9 @@ class CudaStepGraph : public StepGraph {
  public:
   explicit CudaStepGraph(c10::Device device)
       : device_(device),
-        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())) {}
+        // LibTorch hands its streams out in turn. Copies of other threads take streams of the
+        // default priority, and would become a part of the graph on the same one.
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())) {}
 
   void warm_up(const std::function<void()>& work) override {
     const c10::cuda::CUDAGuard on_device(device_.index());

@@ -5,11 +5,9 @@
 #include "src/checkpoint/agree.h"
 #include "src/checkpoint/checkpoint_impl.h"
 #include "src/checkpoint/files.h"
+#include "src/comm/process_group.h"
 #include "src/core/file.h"
 #include "src/core/log.h"
-
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <fmt/format.h>
 
@@ -192,7 +190,7 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
 void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
-  if (!background.has_value()) background = options.group().split(options.group().size());
+  if (!background.has_value()) background = comm::group_of_cpus(options.group());
   copying = {};
   std::vector<PendingFile> files;
   on_all_ranks(options.group(), kSave, [&] {
@@ -201,20 +199,14 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   });
   std::packaged_task<void()> copy([copies = deferred] { copies->run(); });
   const std::shared_future<void> copied = copy.get_future().share();
-  writing = std::async(
-      std::launch::async, [this, manifest = new_manifest(step, metric), files = std::move(files),
-                           copies = deferred, copy = std::move(copy), copied]() mutable {
-        copy();  // an exception is in `copied`
-        // Collectives of nccl make the thread's current stream wait, which would be the training's.
-        c10::OptionalStreamGuard own_stream;
-        const c10::Device device = background->device();
-        if (!device.is_cpu())
-          own_stream.reset_stream(
-              c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
-        on_all_ranks(*background, kSave, [&] { copied.get(); });
-        write(*background, std::move(manifest), std::move(files),
-              [&] { copies->require_confirmed_if_changed(); });
-      });
+  writing = std::async(std::launch::async,
+                       [this, manifest = new_manifest(step, metric), files = std::move(files),
+                        copies = deferred, copy = std::move(copy), copied]() mutable {
+                         copy();  // an exception is in `copied`
+                         on_all_ranks(*background, kSave, [&] { copied.get(); });
+                         write(*background, std::move(manifest), std::move(files),
+                               [&] { copies->require_confirmed_if_changed(); });
+                       });
   if (!deferred->is_empty()) copying = copied;
 }
 

@@ -14,8 +14,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
+#include <numeric>
+#include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace semitone::comm {
 namespace {
@@ -102,6 +106,45 @@ void Group::monitored_barrier(std::chrono::milliseconds given) const {
                   "no sign of " + name_ranks(missing), "check these ranks", missing);
 }
 
+namespace {
+
+Group make_subgroup(Group::Impl& from, const std::vector<int>& ranks, const std::string& backend,
+                    c10::Device device) {
+  // One number for all groups of a split; the first rank in the name distinguishes them.
+  const std::string name = fmt::format("{}-{}", from.subgroups++, ranks.front());
+  const auto mine = std::find(ranks.begin(), ranks.end(), from.rank);
+  if (mine == ranks.end() || ranks.size() == 1 || from.process_group == nullptr) {
+    auto alone = std::make_shared<Group::Impl>();
+    alone->device = device;
+    alone->options = from.options;
+    return Group(std::move(alone));
+  }
+  auto impl = std::make_shared<Group::Impl>(from);
+  impl->rank = static_cast<int>(mine - ranks.begin());
+  impl->size = static_cast<int>(ranks.size());
+  impl->backend = backend;
+  impl->device = device;
+  impl->name = from.name + "/" + name;
+  impl->store = c10::make_intrusive<c10d::PrefixStore>(name, from.store);
+  impl->members.clear();
+  for (const int member : ranks)
+    impl->members.push_back(from.members[static_cast<std::size_t>(member)]);
+  impl->is_of_all = false;
+  impl->subgroups = impl->barriers = 0;
+  impl->transport.reset();
+  impl->process_group.reset();
+  connect(*impl);
+  return Group(std::move(impl));
+}
+
+}  // namespace
+
+Group group_of_cpus(const Group& group) {
+  std::vector<int> ranks(static_cast<std::size_t>(group.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return make_subgroup(*group.impl(), ranks, "gloo", c10::kCPU);
+}
+
 Group Group::subgroup(const std::vector<int>& ranks) const {
   const bool ascending =
       std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end();
@@ -109,30 +152,7 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
     throw Error("comm.subgroup", fmt::format("ascending ranks from 0 to {}", size() - 1),
                 c10::str(ranks));
   }
-  // One number for all groups of a split; the first rank in the name distinguishes them.
-  const std::string name = fmt::format("{}-{}", impl_->subgroups++, ranks.front());
-  const auto mine = std::find(ranks.begin(), ranks.end(), rank());
-  if (mine == ranks.end() || ranks.size() == 1 || impl_->process_group == nullptr) {
-    auto alone = std::make_shared<Impl>();
-    alone->device = impl_->device;
-    alone->options = impl_->options;
-    return Group(std::move(alone));
-  }
-  auto impl = std::make_shared<Impl>(*impl_);
-  impl->rank = static_cast<int>(mine - ranks.begin());
-  impl->size = static_cast<int>(ranks.size());
-  impl->name = impl_->name + "/" + name;
-  impl->store = c10::make_intrusive<c10d::PrefixStore>(name, impl_->store);
-  impl->members.clear();
-  for (const int member : ranks) {
-    impl->members.push_back(impl_->members[static_cast<std::size_t>(member)]);
-  }
-  impl->is_of_all = false;
-  impl->subgroups = impl->barriers = 0;
-  impl->transport.reset();
-  impl->process_group.reset();
-  connect(*impl);
-  return Group(std::move(impl));
+  return make_subgroup(*impl_, ranks, impl_->backend, impl_->device);
 }
 
 Group Group::split(int size) const {

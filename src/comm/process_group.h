@@ -45,6 +45,11 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
+// A group of the same ranks whose messages are sent by the CPU, for a thread of the library beside
+// the program's. NCCL needs one order of all its collectives, of all groups, which two threads would
+// not keep.
+Group group_of_cpus(const Group& group);
+
 // Whether transports can reduce tensors of this dtype.
 bool is_reducible(at::ScalarType dtype);
 
