@@ -53,6 +53,7 @@ bool redirect(int stream, int descriptor) {
                      redirect(STDIN_FILENO, child.in) && redirect(STDOUT_FILENO, child.out) &&
                      redirect(STDERR_FILENO, child.err) &&
                      ::sigprocmask(SIG_SETMASK, &none, nullptr) == 0 &&
+                     ::signal(SIGPIPE, SIG_DFL) != SIG_ERR &&  // what is ignored stays so in exec
                      ::prctl(PR_SET_PDEATHSIG, child.death_signal) == 0;
   // The parent may have ended before the prctl, so that no signal will arrive.
   if (ready && ::getppid() != parent) ::_exit(127);

@@ -33,7 +33,7 @@ Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat
       job_(std::move(job), Clock::now()) {
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
-  members_.emplace(next_++, Channel(std::move(ours), heartbeat_timeout));
+  members_.emplace(next_++, Channel(std::move(ours), kOwnTimeout));
   thread_ = quiet_thread([this] { run(); });
 }
 

@@ -37,9 +37,13 @@ class Coordinator {
   Coordinator& operator=(const Coordinator&) = delete;
 
   // This node's own connection. Call it once.
-  Channel connect() { return {std::move(own_end_), heartbeat_timeout_}; }
+  Channel connect() { return {std::move(own_end_), kOwnTimeout}; }
 
  private:
+  // The two ends of node 0's own connection are in one process, whose threads may wait: one that
+  // starts many workers or prints to a terminal that is paused is not lost.
+  static constexpr std::chrono::hours kOwnTimeout{24 * 365};
+
   struct Stranger {
     net::LineChannel lines;
     Time close_at;  // unless it has become a member

@@ -1,6 +1,7 @@
 #include "semitone/launch/launch_options.h"
 
 #include "semitone/core/error.h"
+#include "src/core/utf8.h"
 #include "src/launch/endpoint.h"
 #include "src/launch/log_files.h"
 #include "src/launch/numbers.h"
@@ -40,8 +41,10 @@ void require_duration(std::string_view name, LaunchOptions::Seconds value, doubl
 
 // The value names a folder.
 void require_name(std::string_view name, const std::string& value) {
-  require(value.empty() || names_a_folder(value),
-          fmt::format("{} without '/' that can be the name of a folder", name),
+  constexpr std::size_t kLongestFileName = 255;
+  require(value.empty() ||
+              (names_a_folder(value) && value.size() <= kLongestFileName && is_utf8(value)),
+          fmt::format("{} in UTF-8 without '/' that can be the name of a folder", name),
           fmt::format("'{}'", value));
 }
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <csignal>
 
 namespace semitone::launch {
@@ -39,8 +40,14 @@ int LaunchResult::exit_code() const {
   switch (outcome) {
     case LaunchOutcome::succeeded:
       return 0;
-    case LaunchOutcome::interrupted:
-      return code_of_signal(signal);
+    case LaunchOutcome::interrupted: {
+      const bool lost_work =
+          (signal == SIGTERM || signal == SIGHUP) &&
+          std::any_of(workers.begin(), workers.end(), [](const WorkerStatus& worker) {
+            return worker.stopped && worker.status.signal == SIGKILL;
+          });
+      return code_of_signal(lost_work ? SIGKILL : signal);
+    }
     case LaunchOutcome::failed: {
       const ExitStatus status =
           first_failure.has_value() ? first_failure->status : ExitStatus{1, 0};

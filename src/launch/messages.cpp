@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <csignal>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -50,12 +51,24 @@ json to_json_body(const Outcome& outcome) {
   return body;
 }
 
+// Launchers return the status as their own exit code.
+std::optional<WorkerFailure> parse_failure(const json& body) {
+  auto failure = body.get<WorkerFailure>();
+  const auto [code, signal] = failure.status;
+  const bool is_failure =
+      code >= 0 && code <= 255 && signal >= 0 && signal < NSIG && !failure.status.success();
+  return is_failure ? std::optional(std::move(failure)) : std::nullopt;
+}
+
 std::optional<Message> parse_outcome(const json& body) {
   const auto kind = parse_kind(body.at("kind").get<std::string>());
   if (!kind.has_value()) return std::nullopt;
   Outcome outcome{*kind, std::nullopt, body.at("reason")};
-  if (body.contains("failure")) outcome.failure = body.at("failure").get<WorkerFailure>();
-  return outcome;
+  const bool has_failure = body.contains("failure");
+  if (has_failure) outcome.failure = parse_failure(body.at("failure"));
+  // Who receives `failed` shows the failure.
+  const bool is_whole = has_failure ? outcome.failure.has_value() : *kind != Outcome::Kind::failed;
+  return is_whole ? std::optional<Message>(std::move(outcome)) : std::nullopt;
 }
 
 Join parse_join(const json& body) {
@@ -110,7 +123,7 @@ std::optional<Message> decode(std::string_view line) {
     if (name == "join") return parse_join(body);
     if (name == "stand_by") return body.get<StandBy>();
     if (name == "assignment") return body.get<Assignment>();
-    if (name == "failure") return body.get<WorkerFailure>();
+    if (name == "failure") return parse_failure(body);
     if (name == "succeeded") return Succeeded();
     if (name == "leave") return body.get<Leave>();
     if (name == "verdict") return parse_outcome(body);

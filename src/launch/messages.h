@@ -14,7 +14,7 @@ namespace semitone::launch {
 
 // Two launchers work together if their versions are equal. Of a message of another version,
 // "protocol" in a join and a refusing outcome can be read.
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 
 // A node's launcher asks to take part in the next attempt.
 struct Join {
@@ -25,8 +25,8 @@ struct Join {
   int max_nodes = 1;
   int node_rank = -1;  // -1: in order of arrival
   int processes = 1;
-  std::string program;    // the name of its file
-  std::string arguments;  // digest of the arguments: digest_of()
+  std::string program;    // the name of its file, for messages: other bytes than UTF-8 are replaced
+  std::string arguments;  // digest of the name and the arguments: digest_of()
   std::string host;
 };
 

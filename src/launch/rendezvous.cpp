@@ -126,7 +126,7 @@ Job Rendezvous::job() const {
   result.run_id = result.named ? options_.rdzv_id() : generate_id();
   result.token = options_.rdzv_token();
   result.program = program();
-  result.arguments = digest_of(options_.arguments());
+  result.arguments = command_digest();
   result.nodes = options_.nnodes();
   result.max_restarts = options_.max_restarts();
   result.master_port = options_.master_port();
@@ -140,6 +140,12 @@ std::string Rendezvous::program() const {
   return options_.program().filename().string();
 }
 
+std::string Rendezvous::command_digest() const {
+  std::vector<std::string> words{program()};
+  words.insert(words.end(), options_.arguments().begin(), options_.arguments().end());
+  return digest_of(words);
+}
+
 Join Rendezvous::request() const {
   Join join;
   join.token = options_.rdzv_token();
@@ -150,7 +156,7 @@ Join Rendezvous::request() const {
   join.node_rank = numbered ? options_.node_rank() : -1;
   join.processes = options_.nproc_per_node();
   join.program = program();
-  join.arguments = digest_of(options_.arguments());
+  join.arguments = command_digest();
   join.host = host_name();
   return join;
 }

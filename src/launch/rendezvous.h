@@ -38,6 +38,7 @@ class Rendezvous {
   void host(Job job, Descriptor listener);
   Job job() const;
   std::string program() const;
+  std::string command_digest() const;
   Join request() const;
   bool connect(const Interrupt& interrupt);
   void check_deadline(const std::string& problem) const;

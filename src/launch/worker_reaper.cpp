@@ -20,20 +20,31 @@ namespace {
 
 constexpr auto kComponent = "launch.launcher";
 
-void close_from(int first, int last) {
-  if (first <= last)
-    ::syscall(SYS_close_range, static_cast<unsigned>(first), static_cast<unsigned>(last), 0U);
+// Closes the descriptors in a range, below the limit. Linux knows the call from version 5.9 on, and
+// containers may refuse it.
+void close_from(int first, int last, int limit) {
+  if (first > last || ::syscall(SYS_close_range, static_cast<unsigned>(first),
+                                static_cast<unsigned>(last), 0U) == 0)
+    return;
+  for (int descriptor = first; descriptor <= std::min(last, limit - 1); ++descriptor)
+    ::close(descriptor);
+}
+
+// One more than the largest descriptor that a process may open.
+int descriptor_limit() {
+  const long limit = ::sysconf(_SC_OPEN_MAX);
+  return limit < 0 ? INT_MAX : static_cast<int>(std::min<long>(limit, INT_MAX));
 }
 
 // The reaper's main loop, in a forked process that may use async-signal-safe calls only.
-[[noreturn]] void watch(int socket, std::vector<pid_t>& groups) {
+[[noreturn]] void watch(int socket, std::vector<pid_t>& groups, int limit) {
   ::setsid();
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
     ::signal(signal, SIG_IGN);
   ::prctl(PR_SET_NAME, "semitone-reaper");
   // A reader that waits for the end of this process's output must not wait for the reaper's.
-  close_from(0, socket - 1);
-  close_from(socket + 1, INT_MAX);
+  close_from(0, socket - 1, limit);
+  close_from(socket + 1, INT_MAX, limit);
   while (true) {
     pollfd event{socket, POLLIN, 0};
     ::poll(&event, 1, -1);
@@ -58,8 +69,9 @@ void close_from(int first, int last) {
 WorkerReaper::WorkerReaper(int max_groups) {
   std::vector<pid_t> groups(static_cast<std::size_t>(max_groups), 0);
   auto [ours, theirs] = socket_pair();
+  const int limit = descriptor_limit();
   id_ = ::fork();
-  if (id_ == 0) watch(theirs.number(), groups);
+  if (id_ == 0) watch(theirs.number(), groups, limit);
   if (id_ < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
   socket_ = std::move(ours);
 }

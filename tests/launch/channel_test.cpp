@@ -104,6 +104,21 @@ TEST(Channel, SeesThatTheOtherEndIsOfAnotherVersion) {
   EXPECT_TRUE(channel.is_open());
 }
 
+// A launcher shows the failure, and ends with its exit code.
+TEST(Messages, AFailureHasAStatusThatIsOne) {
+  WorkerFailure failure;
+  failure.status = {255, 0};
+  EXPECT_TRUE(decode(encode(failure)).has_value());
+  EXPECT_TRUE(decode(encode(Outcome{Outcome::Kind::failed, failure, "why"})).has_value());
+  EXPECT_FALSE(decode(encode(Outcome{Outcome::Kind::failed, std::nullopt, "why"})).has_value());
+  EXPECT_TRUE(decode(encode(Outcome{Outcome::Kind::lost, std::nullopt, "why"})).has_value());
+  for (const ExitStatus status : {ExitStatus{0, 0}, {256, 0}, {-1, 0}, {0, 128}, {0, -1}}) {
+    failure.status = status;
+    EXPECT_FALSE(decode(encode(failure)).has_value()) << status.to_string();
+    EXPECT_FALSE(decode(encode(Outcome{Outcome::Kind::restart, failure, ""})).has_value());
+  }
+}
+
 TEST(Messages, ListsOfWordsAreToldApart) {
   EXPECT_EQ(digest_of({"a", "b"}), digest_of({"a", "b"}));
   EXPECT_NE(digest_of({"a", "b"}), digest_of({"ab"}));
@@ -114,6 +129,7 @@ TEST(Messages, ListsOfWordsAreToldApart) {
 TEST(Channel, BringsMoreThanASocketHolds) {
   Ends ends = connected();
   WorkerFailure failure;
+  failure.status.code = 1;
   failure.last_lines = std::string(500'000, 'x');
   for (int i = 0; i < 10; ++i) ends.one.send(failure);
   EXPECT_NE(ends.one.events() & POLLOUT, 0);

@@ -90,7 +90,9 @@ TEST(LaunchOptions, ThatMakeNoSenseAreErrors) {
   expect(LaunchOptions(several).rdzv_endpoint("node0"), "got both");
   expect(LaunchOptions(good).nnodes({2, 2}).rdzv_endpoint("node0:0"), "with a port");
   expect(LaunchOptions(good).rdzv_endpoint("node0:x"), "an endpoint as in");
-  expect(LaunchOptions(good).rdzv_id("a/b"), "rdzv-id without '/'");
+  expect(LaunchOptions(good).rdzv_id("a/b"), "rdzv-id in UTF-8 without '/'");
+  expect(LaunchOptions(good).rdzv_id("\xe9tude"), "rdzv-id in UTF-8");
+  expect(LaunchOptions(good).rdzv_id(std::string(256, 'a')), "the name of a folder");
   expect(LaunchOptions(good).rdzv_token("a b"), "printable ASCII characters, without spaces, got");
   expect(LaunchOptions(good).rdzv_token(std::string(1025, 'a')), "at most 1024");
   expect(LaunchOptions(good).redirects(Streams::out), "log-dir with redirects");

@@ -204,6 +204,30 @@ TEST_F(LauncherTest, StopEndsTheJob) {
   }
 }
 
+// It may not have saved its work.
+TEST_F(LauncherTest, AProcessThatOutlastsTheGraceCountsAsKilled) {
+  Launcher launcher(
+      shell("trap '' TERM; echo $$ >> $DIR/ids; while :; do sleep 0.01; done").grace(Seconds(0.1)));
+  auto result = std::async(std::launch::async, [&] { return launcher.run(); });
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 1; }));
+  launcher.stop(SIGTERM);
+  const LaunchResult stopped = result.get();
+  EXPECT_EQ(stopped.outcome, LaunchOutcome::interrupted);
+  EXPECT_EQ(stopped.signal, SIGTERM);
+  EXPECT_EQ(stopped.exit_code(), 128 + SIGKILL);
+  expect_all_gone("ids", 1);
+}
+
+// Only node 0 compares names, and one machine may have any.
+TEST_F(LauncherTest, AProgramsNameMayHaveAnyBytes) {
+  const auto script = folder_ /
+                      "entra\xee"
+                      "nement";
+  write_text(script, "#!/bin/sh\nexit 6\n");
+  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  EXPECT_EQ(run(LaunchOptions(script)).exit_code(), 6);
+}
+
 TEST_F(LauncherTest, ASecondInterruptKillsAtOnce) {
   Launcher launcher(shell("trap 'echo heard > $DIR/heard' INT; echo $$ > $DIR/ids\n"
                           "while :; do sleep 0.01; done")
