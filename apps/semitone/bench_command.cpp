@@ -7,6 +7,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
+#include "src/core/counted.h"
 #include "src/train/device.h"
 #include "src/train/models.h"
 #include "src/train/step_floor.h"
@@ -241,6 +242,10 @@ int run(const CLI::App& command, const BenchFlags& flags) {
   measured.losses = workload.losses();
   measured.skipped_steps = workload.skipped_steps();
   if (!measured.seconds.empty()) print_times(out, workload, measured.seconds);
+  if (measured.skipped_steps > 0) {
+    line(out, "skipped",
+         fmt::format("{}, whose times count too", counted(measured.skipped_steps, "step")));
+  }
   if (flags.floor) measured.floor = train::measure_floor(workload, flags.rounds);
   if (measured.floor.has_value()) print_floor(out, *measured.floor);
   write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, measured));

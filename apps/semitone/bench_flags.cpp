@@ -5,6 +5,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/log.h"
 #include "src/core/named_rows.h"
 #include "src/train/device.h"
 #include "src/train/models.h"
@@ -173,7 +174,14 @@ void check(const BenchFlags& flags, const CLI::App& command) {
     refuse("--memory-format", workloads_with(true), flags.workload);
   }
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
-  if (flags.opt_level == "O0") refuse("--without-kernels", "--opt-level O1 to O3", "O0");
+  if (flags.opt_level == "O0") {
+    refuse("--without-kernels", "--opt-level O1 to O3", "O0");
+    if (command.count("--dtype") > 0)
+      log()->warn("{}: --dtype has no effect at --opt-level O0, which computes in fp32", kBench);
+  }
+  // The last batch norm would have one value per channel.
+  if (flags.workload == "resnet50" && flags.image_size <= 32 && flags.batch_size == 1)
+    throw UsageError(kBench, "--batch-size from 2 for images of 32 x 32", "1");
   if (flags.floor && train::find_device(flags.device).type() != c10::DeviceType::CPU)
     throw UsageError(kBench, "--floor on a CPU only", "--device " + flags.device);
   if (flags.steps_from_stdin) {

@@ -1,5 +1,7 @@
 #include "apps/semitone/job.h"
 
+#include "src/core/counted.h"
+
 #include <fmt/format.h>
 
 #include <array>
@@ -83,13 +85,25 @@ void print_failure(const LaunchResult& result) {
     std::cerr << "[launch] " << result.reason << '\n';
   }
   if (result.restarts > 0)
-    std::cerr << fmt::format("  after {} restart{}\n", result.restarts,
-                             result.restarts == 1 ? "" : "s");
+    std::cerr << fmt::format("  after {}\n", counted(result.restarts, "restart"));
 }
+
+// A reader of the messages that goes away must not end the job.
+class IgnoreBrokenPipes {
+ public:
+  IgnoreBrokenPipes() : before_(::signal(SIGPIPE, SIG_IGN)) {}
+  ~IgnoreBrokenPipes() { ::signal(SIGPIPE, before_); }
+  IgnoreBrokenPipes(const IgnoreBrokenPipes&) = delete;
+  IgnoreBrokenPipes& operator=(const IgnoreBrokenPipes&) = delete;
+
+ private:
+  void (*before_)(int);
+};
 
 }  // namespace
 
 LaunchResult run_job(const launch::LaunchOptions& options) {
+  const IgnoreBrokenPipes ignore_broken_pipes;
   launch::Launcher launcher(options);
   const LaunchResult result = [&] {
     const SignalsTo signals(launcher);

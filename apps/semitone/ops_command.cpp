@@ -133,30 +133,29 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
     out << fmt::format("{:<{}}  {:<7}  {}\n", op, width, amp::name_of(row.action), row.reason);
 }
 
-int run_speed(const OpsFlags& flags) {
-  if (!flags.op.empty()) throw UsageError(kOps, "--speed or --op", "both");
+int run_speed(const CLI::App& command, const OpsFlags& flags) {
+  for (const std::string flag : {"--op", "--policy", "--dtype"})
+    if (command.count(flag) > 0) throw UsageError(kOps, "--speed or " + flag, "both");
   if (flags.device != "cpu")
     throw UsageError(kOps, "--speed for the CPU", "--device " + flags.device);
   require_json_writable(flags.json);
   const auto speeds = train::measure_operators();
-  if (flags.json != "-") {
-    std::ostream& out = human_output(flags.json);
-    out << describe_device(c10::DeviceType::CPU) << "\n\n";
-    cli::print(out, speeds);
-  }
+  std::ostream& out = human_output(flags.json);
+  out << describe_device(c10::DeviceType::CPU) << "\n\n";
+  cli::print(out, speeds);
   const nlohmann::ordered_json object = {{"device", describe_device(c10::DeviceType::CPU)},
                                          {"speed", to_json(speeds)}};
   write_json(flags.json, flags.json.empty() ? "" : object.dump(2));
   return kSuccess;
 }
 
-int run(OpsFlags flags) {
-  if (flags.speed) return run_speed(flags);
+int run(const CLI::App& command, OpsFlags flags) {
+  if (flags.speed) return run_speed(command, flags);
   flags.op = plain_name(flags.op);
   const auto policy = policy_of(flags.policy, target_of(flags), kOps);
   require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);
-  if (flags.json != "-") print(human_output(flags.json), policy, rows, flags);
+  print(human_output(flags.json), policy, rows, flags);
   write_json(flags.json, flags.json.empty() ? "" : json_of(policy, rows));
   return kSuccess;
 }
@@ -194,7 +193,8 @@ void add_ops_command(CLI::App& app, Action& action) {
            "emulated");
   add.json(flags->json);
   command.footer(std::string(kOpsFooter) + kExitCodesHelp);
-  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+  command.callback(
+      [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });
 }
 
 }  // namespace semitone::cli

@@ -32,6 +32,8 @@ std::filesystem::path page_path(const ReportFlags& flags) {
 int run(const ReportFlags& flags) {
   report::PrecisionReport report(flags.directory);
   if (!flags.compare.empty()) report.compare_with(report::PrecisionReport(flags.compare));
+  if (!flags.html.empty())
+    require_two_files(kReport, {"--html", page_path(flags)}, {"--json", flags.json});
   require_json_writable(flags.json);
   if (!flags.html.empty()) require_writable(page_path(flags), kReport);
   human_output(flags.json) << report.to_text();

@@ -163,8 +163,9 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
     return result.opt_level == amp::OptLevel::O0;
   });
   const auto speed = [&](const TrainResult& result) -> std::string {
-    return base == results.end() ? "-"
-                                 : fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step);
+    // A finished training that is resumed has no steps.
+    const bool is_known = base != results.end() && base->ms_per_step > 0 && result.ms_per_step > 0;
+    return is_known ? fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step) : "-";
   };
   const train::DataKind data = results.empty() ? train::kImages : results.front().kind;
   const std::string speed_head = fmt::format("{}/s", data.items);

@@ -6,8 +6,9 @@
 
 namespace semitone::cli {
 
-// Catches SIGTERM and SIGUSR1, which batch systems and launchers send before they end a process, while
-// this object exists; then the previous handlers are restored. Later such signals have no effect: a
+// Catches SIGTERM, SIGUSR1 and SIGHUP, which batch systems, launchers and terminals send before they
+// end a process, while this object exists; then the previous handlers are restored. One that the
+// process was started to ignore stays ignored. Later such signals have no effect: a
 // batch system may signal a launcher and its processes, to which the launcher forwards the signal,
 // and the second one must not interrupt a save. At most one object exists at a time.
 class StopSignals {

@@ -74,8 +74,7 @@ void print_trial(const amp::TuneTrial& trial) {
 int run(TuneFlags flags) {
   const ShortTraining& training = flags.training;
   const std::string& json = training.json;
-  if (!flags.out.empty() && flags.out == json)
-    throw UsageError(kTune, "two files for --out and --json", "'" + flags.out + "' for both");
+  require_two_files(kTune, {"--out", flags.out}, {"--json", json});
   if (training.options.max_steps() < 4) {
     throw UsageError(kTune, "--max-steps from 4", std::to_string(training.options.max_steps()),
                      "the mean loss of the last quarter of the steps is compared");
@@ -92,7 +91,7 @@ int run(TuneFlags flags) {
                                                             .band(flags.band / 100)
                                                             .layers(!flags.operators_only)
                                                             .on_trial(&print_trial));
-  if (json != "-") human_output(json) << result.to_string();
+  human_output(json) << result.to_string();
   if (!flags.out.empty()) result.policy.save(flags.out);
   write_json(
       json, json.empty() ? "" : json_of(result, flags, train::count_steps(task.data, options).end));

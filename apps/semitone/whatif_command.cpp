@@ -4,6 +4,7 @@
 #include "apps/semitone/output.h"
 #include "apps/semitone/short_training.h"
 #include "semitone/report/what_if.h"
+#include "src/core/log.h"
 #include "src/train/models.h"
 #include "src/train/step_count.h"
 #include "src/train/trainer.h"
@@ -64,6 +65,8 @@ int run(ShortTraining training) {
                      std::to_string(training.options.max_steps()),
                      "use at least 2: whatif examines the steps after the first");
   }
+  if (training.options.dtype().has_value())
+    log()->warn("{}: --dtype has no effect: all 16-bit dtypes are shown", kWhatIfCommand);
   training.prepare(amp::OptLevel::O0);
   const train::Task task =
       load_task(train::find_model(training.model), training.data, kWhatIfCommand);
@@ -71,7 +74,7 @@ int run(ShortTraining training) {
   Examiner examiner(train::count_steps(task.data, training.options).end);
   train::train_classifier([&] { return examiner.keep(task.make_model()); },
                           train::with_one_test_example(task.data), training.options, examiner);
-  if (json != "-") human_output(json) << examiner.text();
+  human_output(json) << examiner.text();
   write_json(json, json.empty() ? "" : examiner.json());
   return kSuccess;
 }

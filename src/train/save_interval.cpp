@@ -23,7 +23,8 @@ std::optional<SaveInterval> parse_save_interval(std::string_view text) {
   } else {
     return std::nullopt;
   }
-  return interval;
+  // More would not fit in the clock's nanoseconds.
+  return interval.time.count() > kLargest ? std::nullopt : std::optional(interval);
 }
 
 std::string describe(const SaveInterval& interval) {

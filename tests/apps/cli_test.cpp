@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +24,7 @@ using launch::ProcessResult;
 using nlohmann::json;
 using test::CliTest;
 using test::expect_failure;
+using test::read_text;
 using test::run_semitone;
 using test::Words;
 using ::testing::AllOf;
@@ -44,6 +46,27 @@ TEST_F(CliTest, HelpHasExamplesAndExitCodes) {
     }
   }
   EXPECT_THAT(run_semitone({"train", "--help"}).out, Not(HasSubstr("--as-part")));
+}
+
+// Otherwise the next file or socket would be standard error, and get what is printed there.
+TEST_F(CliTest, NothingIsPrintedIntoFilesIfStandardErrorIsClosed) {
+  const auto without_errors = [&](const Words& more) {
+    Words words{"-c", "exec \"$0\" \"$@\" 2>&-", SEMITONE_PROGRAM};
+    const Words command = train(more);
+    words.insert(words.end(), command.begin(), command.end());
+    return launch::run(launch::ProcessOptions("sh").arguments(words).out(launch::Output::capture));
+  };
+  const std::string run = (folder_ / "run").string();
+  EXPECT_TRUE(without_errors(
+                  {"--checkpoint-dir", run, "--save-every", "1", "--keep", "0", "--log-every", "1"})
+                  .status.success());
+  int saved = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(run)) {
+    if (!entry.is_regular_file()) continue;
+    ++saved;
+    EXPECT_THAT(read_text(entry.path()), Not(HasSubstr("images/s"))) << entry.path();
+  }
+  EXPECT_GT(saved, 60);  // 20 steps
 }
 
 TEST_F(CliTest, VersionNamesTheLibraries) {
@@ -72,6 +95,11 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--batch-size", "0"}, "expected --batch-size from 1"},
       {{"train", "--lr", "-0.1"}, "expected --lr above 0 that float32 holds, got '-0.1'"},
       {{"train", "--lr", "nan"}, "expected --lr above 0"},
+      {{"train", "--checkpoint-dir=", "--augment"}, "expected --checkpoint-dir DIR, got ''"},
+      {{"train", "--grace", "5"}, "expected --nodes or --nproc with --grace, got neither"},
+      {{"ops", "--speed", "--dtype", "fp16"}, "expected --speed or --dtype, got both"},
+      {{"bench", "resnet50", "--batch-size", "1", "--image-size", "32"},
+       "expected --batch-size from 2 for images of 32 x 32, got 1"},
       {{"train", "--lr", "0.1x"}, "expected --lr above 0"},
       {{"train", "--momentum", "1"}, "expected --momentum from 0 to below 1"},
       {{"train", "--opt-level", "01"},

@@ -35,6 +35,7 @@ using test::semitone_command;
 using test::Words;
 using test::write_text;
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -84,11 +85,11 @@ TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
 }
 
 TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
-  const ProcessResult finished =
-      run_semitone({"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf",
-                    "%s|", "--tee", "--nproc-per-node", "0", "--help", "--", "-x", "train"});
+  const ProcessResult finished = run_semitone(
+      {"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf", "%s|", "--tee",
+       "--nproc-per-node", "0", "--help", "--x=", "--", "-x", "train"});
   EXPECT_TRUE(finished.status.success()) << finished.err;
-  EXPECT_EQ(finished.out, "--tee|--nproc-per-node|0|--help|--|-x|train|");
+  EXPECT_EQ(finished.out, "--tee|--nproc-per-node|0|--help|--x=|--|-x|train|");
   // A program may have the name of a command.
   write_text(folder_ / "train", "#!/bin/sh\necho own\n");
   std::filesystem::permissions(folder_ / "train", std::filesystem::perms::owner_all);
@@ -127,6 +128,8 @@ TEST_F(LaunchCommandTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"--redirects", "3", "sh"}, "expected log-dir with redirects, got none"},
       {{"--max-restarts", "x", "sh"}, "expected --max-restarts from 0"},
       {{"--grace", "-1", "sh"}, "expected --grace from 0"},
+      {{"--max-restarts", "1", "--log-dir=", "--nproc-per-node", "1", "sh"},
+       "expected --log-dir DIR, got ''"},
       {{"--master-port", "70000", "sh"}, "expected --master-port from 0 to 65535"},
   };
   for (const auto& [arguments, message] : cases) {
@@ -286,6 +289,31 @@ TEST_F(LaunchCommandTest, AReaderThatGoesDoesNotEndTheJob) {
   EXPECT_TRUE(eventually([&] { return !read_words(folder_ / "done").empty(); }));
 }
 
+TEST_F(LaunchCommandTest, AReaderOfMessagesThatGoesDoesNotEndTheJob) {
+  const ProcessResult finished = launch::run(
+      ProcessOptions("sh")
+          .arguments(
+              {"-c",
+               "($0 launch --max-restarts 1 sh -c '[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 7; "
+               "while [ ! -e $0/gone ]; do sleep 0.01; done; exit 1' $1 2>&1; echo $? > $1/code) "
+               "| true; touch $1/gone",
+               SEMITONE_PROGRAM, folder_.path().string()})
+          .err(Output::capture));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  ASSERT_TRUE(eventually([&] { return !read_words(folder_ / "code").empty(); }));
+  EXPECT_THAT(read_words(folder_ / "code"), ElementsAre("7"));
+}
+
+// A program expects the default, and may be the writer of a pipe itself.
+TEST_F(LaunchCommandTest, BrokenPipesEndAProgramAsUsual) {
+  const ProcessResult finished =
+      run_semitone({"launch", "sh", "-c", "(yes; echo $? >&2) | head -1 > /dev/null"});
+  EXPECT_EQ(finished.err, "");
+  const ProcessResult status =
+      run_semitone({"launch", "sh", "-c", "grep SigIgn /proc/self/status"});
+  EXPECT_THAT(status.out, testing::ContainsRegex("SigIgn:\\s+0+\n"));
+}
+
 TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
   // Nothing reads the pipe, which soon is full.
   Process process(
@@ -296,7 +324,7 @@ TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
   EXPECT_TRUE(eventually([&] { return !is_running(ids_in(folder_ / "ids").at(0)); }));
   // The remaining output still waits for its reader; a second interrupt drops it.
   process.send(SIGINT);
-  EXPECT_EQ(process.wait().status.code, 128 + SIGTERM);
+  EXPECT_EQ(process.wait().status.code, 128 + SIGKILL);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -87,6 +87,10 @@ TEST_F(ReportCommandTest, ErrorsNameTheDirectoryOrTheLine) {
                  "x'");
   expect_failure(run_semitone({"report", directory(), "--html", (folder_ / "no/p.html").string()}),
                  1, "p.html");
+  const std::string page = (folder_ / "p").string();
+  expect_failure(
+      run_semitone({"report", directory(), "--html", page, "--json", (folder_ / "./p").string()}),
+      2, "expected two files for --html and --json, got '" + page + "' for both");
   write_text(run_ / "samples.jsonl", "{}\n{\n");
   expect_failure(run_semitone({"report", directory()}), 1, "in line 2 of '");
 }

@@ -75,6 +75,14 @@ TEST_F(TrainResume, OneCommandLineStartsAndContinues) {
   EXPECT_EQ(result({}).first.at("test_loss"), whole.at("test_loss"));
 }
 
+TEST_F(TrainResume, AFinishedTrainingHasNoSpeed) {
+  const Words words = resumable({"--opt-level", "O0", "--quiet"});
+  ASSERT_TRUE(run_semitone(words).status.success());
+  const ProcessResult again = run_semitone(words);
+  ASSERT_TRUE(again.status.success()) << again.err;
+  EXPECT_THAT(again.out, AllOf(HasSubstr("0.00      -"), Not(HasSubstr("nan"))));
+}
+
 // What a batch system does before a time limit, at moments of its own choice.
 TEST_F(TrainResume, APreemptedRunEndsWithTheWeightsOfAnUndisturbedOne) {
   for (const char* const level : {"O1", "O2"}) {
@@ -91,7 +99,7 @@ TEST_F(TrainResume, APreemptedRunEndsWithTheWeightsOfAnUndisturbedOne) {
     Words words = resumable(common);
     words.push_back(weights("resumed"));
     std::int64_t reached = 0;
-    for (const int signal : {SIGTERM, SIGUSR1, SIGTERM}) {
+    for (const int signal : {SIGTERM, SIGUSR1, SIGHUP}) {
       Process process(semitone_command(words));
       ASSERT_TRUE(test::eventually([&] { return !steps().empty() && steps().back() > reached; }));
       process.send(signal);

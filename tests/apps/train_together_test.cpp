@@ -150,6 +150,8 @@ TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
   const std::vector<std::pair<Words, std::string>> cases{
       {{"--nproc", "three"},
        "expected nproc-per-node to be a number, auto, cpu or gpu, got 'three'"},
+      {{"--nproc", "0", "--global-batch-size", "8"},
+       "expected nproc-per-node from 1 to 4096, got '0'"},
       {{"--nproc", "0"}, "expected nproc-per-node from 1"},
       {{"-n", "2"}, "master-addr for several nodes, got neither"},
       {{"-n", "2", "-nr", "2", "--master-addr", "x"}, "expected node-rank from 0 to 1"},

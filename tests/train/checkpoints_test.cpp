@@ -208,7 +208,7 @@ TEST(SaveInterval, IsANumberWithAUnit) {
   EXPECT_EQ(describe(*parse_save_interval("90s")), "every 90 s");
   EXPECT_EQ(describe({}), "at the end");
   for (const char* const text : {"", "min", "-1", "+1", "1.5min", "5 min", "5m", "5h", "1000000001",
-                                 "99999999999999999999", "0x10"})
+                                 "99999999999999999999", "0x10", "200000000min"})
     EXPECT_EQ(parse_save_interval(text), std::nullopt) << text;
 }
 
