@@ -296,7 +296,7 @@ TEST_F(LaunchCommandTest, AReaderOfMessagesThatGoesDoesNotEndTheJob) {
               {"-c",
                "($0 launch --max-restarts 1 sh -c '[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 7; "
                "while [ ! -e $0/gone ]; do sleep 0.01; done; exit 1' $1 2>&1; echo $? > $1/code) "
-               "| true; touch $1/gone",
+               "| (exec <&-; touch $1/gone)",
                SEMITONE_PROGRAM, folder_.path().string()})
           .err(Output::capture));
   ASSERT_TRUE(finished.status.success()) << finished.err;
@@ -308,7 +308,7 @@ TEST_F(LaunchCommandTest, AReaderOfMessagesThatGoesDoesNotEndTheJob) {
 TEST_F(LaunchCommandTest, BrokenPipesEndAProgramAsUsual) {
   const ProcessResult finished =
       run_semitone({"launch", "sh", "-c", "(yes; echo $? >&2) | head -1 > /dev/null"});
-  EXPECT_EQ(finished.err, "");
+  EXPECT_EQ(finished.err, "141\n");  // SIGPIPE
   const ProcessResult status =
       run_semitone({"launch", "sh", "-c", "grep SigIgn /proc/self/status"});
   EXPECT_THAT(status.out, testing::ContainsRegex("SigIgn:\\s+0+\n"));
