@@ -1,4 +1,5 @@
 #include "src/kernels/cuda/cuda_kernels.h"
+#include "src/kernels/cuda/images.h"
 
 #include <cuda_runtime.h>
 
@@ -15,7 +16,10 @@ std::string capability(int number) {
   return std::to_string(number / 100) + "." + std::to_string(number / 10 % 10);
 }
 
-// Nothing if this file is compiled for the device's compute capability or an earlier one.
+constexpr int kImages[] = {__CUDA_ARCH_LIST__};
+constexpr int kPtx = SEMITONE_CUDA_PTX < 0 ? std::max({__CUDA_ARCH_LIST__}) : SEMITONE_CUDA_PTX;
+
+// Nothing if kernels that are compiled as this file is run on the device.
 std::string why_not(int device) {
   int major = 0;
   int minor = 0;
@@ -25,12 +29,13 @@ std::string why_not(int device) {
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   const int has = 100 * major + 10 * minor;
-  const int wanted = std::min({__CUDA_ARCH_LIST__});
-  if (has >= wanted) return "";
-  return "they were compiled for compute capability " + capability(wanted) + " and later, it has " +
-         capability(has) +
+  if (runs_on(has, kImages, kPtx)) return "";
+  std::string compiled;
+  for (const int image : kImages) compiled += (compiled.empty() ? "" : ", ") + capability(image);
+  return "they were compiled for compute capability " + compiled +
+         (kPtx > 0 ? " and later" : " without PTX") + ", it has " + capability(has) +
          " (configure with -DCMAKE_CUDA_ARCHITECTURES=" + std::to_string(has / 10) +
-         ", if nvcc still knows it)";
+         ", if nvcc knows it)";
 }
 
 // For each device.
