@@ -28,16 +28,22 @@ namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
 
+// The buckets of a static graph's first step, of which c10d's Reducer says that each is the first one.
+struct FirstStepBuckets {
+  std::vector<std::vector<at::Tensor>> parameters;  // of each; empty in later steps
+  std::size_t next = 0;
+};
+
 // Adapts a CommHook to c10d's interface.
 class HookAdapter final : public c10d::CommHookInterface {
  public:
-  HookAdapter(std::shared_ptr<CommHook> hook, comm::Group group)
-      : hook_(std::move(hook)), group_(std::move(group)) {}
+  HookAdapter(std::shared_ptr<CommHook> hook, comm::Group group,
+              std::shared_ptr<FirstStepBuckets> first_step)
+      : hook_(std::move(hook)), group_(std::move(group)), first_step_(std::move(first_step)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& buffer = bucket.getBuffer();
-    const auto future =
-        hook_->reduce({buffer, bucket.getParameters(), bucket.getIndex(), bucket.isLast()}, group_);
+    const auto future = hook_->reduce(described(bucket), group_);
     if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {
@@ -61,8 +67,17 @@ class HookAdapter final : public c10d::CommHookInterface {
  private:
   static constexpr auto kComponent = "parallel.comm_hook";
 
+  GradientBucket described(c10d::GradBucket& bucket) const {
+    const auto& all = first_step_->parameters;
+    if (all.empty())
+      return {bucket.getBuffer(), bucket.getParameters(), bucket.getIndex(), bucket.isLast()};
+    const std::size_t index = first_step_->next++;
+    return {bucket.getBuffer(), all.at(index), index, index + 1 == all.size()};
+  }
+
   const std::shared_ptr<CommHook> hook_;
   const comm::Group group_;
+  const std::shared_ptr<FirstStepBuckets> first_step_;
 };
 
 class AveragingHook final : public CommHook {
@@ -127,7 +142,8 @@ class BucketedReduction final : public Reduction {
     if (hook == nullptr && !averaging.is_plain())
       hook = std::make_shared<AveragingHook>(std::move(averaging));
     if (hook != nullptr)
-      reducer_->register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group_));
+      reducer_->register_comm_hook(
+          std::make_unique<HookAdapter>(std::move(hook), group_, first_step_));
   }
 
   std::optional<GradientOrder> order() const override {
@@ -165,6 +181,7 @@ class BucketedReduction final : public Reduction {
       given_.reset();
     }
     explained([this] { reducer_->rebuild_buckets(); });
+    if (options_.gradient_as_bucket_view()) forget_views();
   }
 
   void divide_by(const c10::intrusive_ptr<c10d::Work>& live) override {
@@ -177,6 +194,7 @@ class BucketedReduction final : public Reduction {
     if (learns()) reducer_->count_from_here();
     arrivals_.clear();
     waits_for_end_ = false;
+    reducer_->note_used();
     explained([&] { reducer_->prepare_for_backward(outputs); });
   }
 
@@ -192,6 +210,7 @@ class BucketedReduction final : public Reduction {
   }
 
   bool forget_backward() override {
+    if (sends_first_step_) return false;
     has_gradients_ = false;
     return reducer_->forget_gradients();
   }
@@ -254,7 +273,15 @@ class BucketedReduction final : public Reduction {
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
       waits_for_end_ = false;
       if (!learns() || !has_gradients_) return;
+      first_step_->next = 0;
+      for (const std::vector<std::size_t>& indices : reducer_->buckets()) {
+        std::vector<at::Tensor>& bucket = first_step_->parameters.emplace_back();
+        for (const std::size_t index : indices) bucket.push_back(parameters_[index]);
+      }
+      sends_first_step_ = true;
       reducer_->delay_all_reduce();
+      sends_first_step_ = false;
+      first_step_->parameters.clear();
       learned_ = true;
       has_gradients_ = false;
       reducer_->set_arrivals(last_arrivals());
@@ -346,9 +373,11 @@ class BucketedReduction final : public Reduction {
   std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
   bool started_ = false;
   // In a static graph's first step:
-  bool learned_ = false;               // it is done
-  bool has_gradients_ = false;         // it has some, not yet reduced
-  bool waits_for_end_ = false;         // of the backward pass under way
+  bool learned_ = false;           // it is done
+  bool has_gradients_ = false;     // it has some, not yet reduced
+  bool waits_for_end_ = false;     // of the backward pass under way
+  bool sends_first_step_ = false;  // some may have been sent
+  const std::shared_ptr<FirstStepBuckets> first_step_ = std::make_shared<FirstStepBuckets>();
   std::vector<std::size_t> arrivals_;  // of gradients
 };
 

@@ -5,6 +5,7 @@
 #include "src/parallel/two_rounds.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/OpMathType.h>
 #include <torch/types.h>
 
 #include <fmt/format.h>
@@ -22,7 +23,8 @@ namespace {
 
 constexpr auto kPowerSGD = "parallel.power_sgd";
 
-// Makes the columns orthonormal, in place: torch's _orthogonalize.
+// Makes the columns orthonormal, in place: torch's _orthogonalize. Norms of 16-bit columns are in fp32:
+// in fp16, that of a column of finite elements may be infinite.
 void orthogonalize(at::Tensor& matrix, double epsilon) {
   const std::int64_t rank = matrix.size(1);
   const bool is_wide = matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kDouble;
@@ -32,8 +34,9 @@ void orthogonalize(at::Tensor& matrix, double epsilon) {
   }
   for (std::int64_t i = 0; i < rank; ++i) {
     at::Tensor column = matrix.narrow(1, i, 1);
-    const at::Tensor norm = column.norm();
-    column.div_(epsilon > 0 ? norm + epsilon : norm.masked_fill(norm == 0, 1));
+    const at::Tensor norm = column.norm(2, at::toOpMathType(matrix.scalar_type()));
+    column.copy_(column /
+                 (epsilon > 0 ? norm + epsilon : norm.masked_fill(norm == 0, 1)).expand_as(column));
     if (i + 1 == rank) return;
     at::Tensor rest = matrix.narrow(1, i + 1, rank - i - 1);
     rest.sub_((column * rest).sum(0, /*keepdim=*/true) * column);
@@ -126,6 +129,7 @@ class PowerSGDExchange final : public detail::Exchange {
       gradients.narrow(0, matrix.start, matrix.input.numel())
           .copy_(at::mm(matrix.p, matrix.q.t()).view(-1));
     }
+    note_whole_factors();
     at::Tensor error = bucket_.input - gradients;
     // Means lose nothing.
     for (const Vector& vector : vectors_) error.narrow(0, vector.start, vector.elements).zero_();
@@ -134,8 +138,12 @@ class PowerSGDExchange final : public detail::Exchange {
   }
 
   void commit() override {
-    if (!options_.warm_start()) return;
-    for (const Matrix& matrix : matrices_) state_.qs[matrix.place] = matrix.q;
+    if (!options_.warm_start() || matrices_.empty()) return;
+    const at::Tensor are_whole = are_whole_.cpu();
+    for (std::size_t i = 0; i < matrices_.size(); ++i) {
+      if (are_whole[static_cast<std::int64_t>(i)].item<bool>())
+        state_.qs[matrices_[i].place] = matrices_[i].q;
+    }
   }
 
  private:
@@ -159,13 +167,26 @@ class PowerSGDExchange final : public detail::Exchange {
     return std::min({rows, columns, options_.matrix_approximation_rank()});
   }
 
+  // Gradients of zeros have a Q of zeros. As the start of the next step it would make P zeros, whatever
+  // the gradients are, and so all later steps. The Q of an earlier step stays instead.
+  void note_whole_factors() {
+    std::vector<at::Tensor> are_whole;
+    are_whole.reserve(matrices_.size());
+    for (const Matrix& matrix : matrices_) are_whole.push_back(matrix.q.ne(0).any(0).all());
+    if (!are_whole.empty()) are_whole_ = at::stack(are_whole);
+  }
+
   // Into vectors, and matrices in torch's order: those of a shape follow the first one.
   void divide() {
     std::int64_t start = 0;
     for (std::size_t i = 0; i < bucket_.parameters.size(); ++i) {
       const at::Tensor& parameter = bucket_.shapes[i];
       const std::int64_t elements = parameter.numel();
-      const std::int64_t rows = parameter.dim() == 0 ? 1 : parameter.size(0);
+      // In the bucket, elements are in the order of the parameter's memory.
+      const bool is_transposed = parameter.dim() == 2 &&
+                                 parameter.stride(0) < parameter.stride(1) &&
+                                 parameter.is_non_overlapping_and_dense();
+      const std::int64_t rows = parameter.dim() == 0 ? 1 : parameter.size(is_transposed ? 1 : 0);
       const std::int64_t columns = rows == 0 ? 0 : elements / rows;
       const auto compressed = static_cast<double>((rows + columns) * rank_of(rows, columns));
       if (compressed * options_.min_compression_rate() < static_cast<double>(rows * columns)) {
@@ -217,6 +238,7 @@ class PowerSGDExchange final : public detail::Exchange {
   at::Tensor first_;   // the vectors, and P of each matrix
   at::Tensor second_;  // Q of each matrix
   at::Tensor finite_;
+  at::Tensor are_whole_;  // for each matrix: whether its Q has no column of zeros
 };
 
 void check_options(const PowerSGDOptions& options) {

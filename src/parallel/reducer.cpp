@@ -33,6 +33,11 @@ void Reducer::ignore_gradients() {
   expect_autograd_hooks_ = false;
 }
 
+void Reducer::note_used() {
+  const std::lock_guard lock(mutex_);
+  if (local_used_map_.defined()) used_before_ = local_used_map_.clone();
+}
+
 bool Reducer::forget_gradients() {
   const std::lock_guard lock(mutex_);
   if (next_bucket_ > 0) return false;
@@ -42,7 +47,7 @@ bool Reducer::forget_gradients() {
   rebuilt_params_.clear();
   rebuilt_param_indices_.clear();
   // A static graph is that of its first step, permanently.
-  if (!static_graph_ && local_used_map_.defined()) local_used_map_.zero_();
+  if (!static_graph_ && used_before_.defined()) local_used_map_.copy_(used_before_);
   return true;
 }
 

@@ -30,6 +30,10 @@ class Reducer final : public c10d::Reducer {
   // Stops that until the next prepare_for_backward.
   void ignore_gradients();
 
+  // Notes which parameters have had gradients so far, in passes that were not reduced. Call it before
+  // prepare_for_backward.
+  void note_used();
+
   // Drops the gradients since prepare_for_backward. False if some have been sent.
   bool forget_gradients();
 
@@ -46,6 +50,9 @@ class Reducer final : public c10d::Reducer {
   // out buckets. Empty unless all did, and when it has.
   std::vector<std::size_t> arrivals() const;
   void set_arrivals(const std::vector<std::size_t>& indices);
+
+ private:
+  at::Tensor used_before_;  // local_used_map_ as note_used() found it
 };
 
 // c10d's division of tensors among buckets with these sizes in bytes: of the first, and of the

@@ -136,8 +136,13 @@ ModelTensors tensors_of(const torch::jit::Module& model) {
   Collector collector;
   for (const auto& item : model.named_parameters())
     collector.add(tensors.parameters, item.name, item.value);
-  for (const auto& item : model.named_buffers())
-    collector.add(tensors.buffers, item.name, item.value);
+  tensors.current_buffers = [model, collector] {
+    std::vector<ModelTensors::Entry> buffers;
+    Collector others = collector;
+    for (const auto& item : model.named_buffers()) others.add(buffers, item.name, item.value);
+    return buffers;
+  };
+  tensors.buffers = tensors.current_buffers();
   return tensors;
 }
 
@@ -169,6 +174,7 @@ struct ReplicaSync::Impl {
   std::int64_t all_reduce(std::int64_t value, c10d::ReduceOp op) const;
   std::int64_t announce(bool has_input);
   int last_rank_with(bool condition) const;
+  void find_buffers();
   void sync_buffers(bool has_input);
   bool agree_to_reduce(bool reduces) const;
   void shadow_step();
@@ -224,7 +230,7 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
     as_constructed.emplace_back(entry.tensor);
     if (entry.tensor.requires_grad()) trained.parameters.push_back(entry);
   }
-  for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
+  find_buffers();
   if (group.size() == 1) return;
 
   send_weights(model, group, 0);
@@ -388,7 +394,14 @@ int ReplicaSync::Impl::last_rank_with(bool condition) const {
   return static_cast<int>(all_reduce(condition ? group.rank() : -1, c10d::ReduceOp::MAX));
 }
 
+void ReplicaSync::Impl::find_buffers() {
+  if (model.current_buffers) model.buffers = model.current_buffers();
+  buffers.clear();
+  for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
+}
+
 void ReplicaSync::Impl::sync_buffers(bool has_input) {
+  find_buffers();
   if (!options.broadcast_buffers() || buffers.empty()) return;
   const events::PhaseScope phase(events::Phase::communication);
   // A rank without input has outdated buffers.
@@ -417,6 +430,7 @@ void ReplicaSync::Impl::shadow_step() {
 }
 
 void ReplicaSync::Impl::take_final_model(bool was_last) {
+  find_buffers();
   const int root = last_rank_with(was_last);
   if (!joining->options.follow()) {
     send_weights(model, group, root);

@@ -49,10 +49,11 @@ std::vector<Property> properties_of(const ModelTensors& model,
 // Why no rank can train the model; empty if all can.
 std::string unfitness(const ModelTensors& model, const comm::Group& group,
                       const DistributedDataParallelOptions& options) {
-  bool trainable = false;
+  const bool trainable =
+      std::any_of(model.parameters.begin(), model.parameters.end(),
+                  [](const auto& entry) { return entry.tensor.requires_grad(); });
   for (const auto* entries : {&model.parameters, &model.buffers}) {
     for (const auto& entry : *entries) {
-      trainable = trainable || entry.tensor.requires_grad();
       std::string unfit = unfit_to_send(entry.tensor, "'" + entry.name + "'", group);
       if (!unfit.empty()) return unfit;
       if (entry.sparse_gradient && (options.delay_allreduce() || options.comm_hook() != nullptr ||

@@ -212,6 +212,61 @@ TEST(PowerSGD, LeavesZerosZero) {
   });
 }
 
+// A head that a few steps do not use: its zeros are no start for later steps.
+TEST(PowerSGD, GoesOnAfterGradientsOfZeros) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto dtype : {torch::kDouble, torch::kHalf}) {
+      const Model model(dtype);
+      for (const std::int64_t approximation : {1, 2, 3}) {
+        SCOPED_TRACE(approximation);
+        PowerSGDHook hook(model.parameters, compressing(approximation));
+        for (int step = 0; step < 5; ++step) {
+          auto gradients = gradients_at(model, step, rank.number());
+          const bool is_used = step == 0 || step > 2;
+          if (!is_used) gradients[0].zero_();
+          const auto got = pass(hook, model, group, gradients);
+          if (is_used) EXPECT_GT(got[0].norm().item<double>(), 0.1) << step;
+        }
+      }
+    }
+  });
+}
+
+// The norm of a column is beyond fp16, none of its elements is.
+TEST(PowerSGD, LargeColumnsKeepTheirDirection) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const std::vector<at::Tensor> parameters{torch::zeros({256, 256}, torch::kHalf)};
+    PowerSGDHook hook(parameters, compressing(1));
+    for (int step = 0; step < 2; ++step) {
+      GradientBucket bucket;
+      bucket.buffer = torch::full({256 * 256}, 200, torch::kHalf);
+      bucket.parameters = parameters;
+      bucket.is_last = true;
+      const at::Tensor got = hook.reduce(bucket, group)->value().toTensor();
+      EXPECT_LT((got - 200).abs().max().item<double>(), 2) << step;
+    }
+  });
+}
+
+// The elements of a bucket are in the order of the parameters' memory.
+TEST(PowerSGD, TransposedParametersAreMatricesToo) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const std::vector<at::Tensor> parameters{torch::zeros({40, 30}, torch::kDouble).t()};
+    PowerSGDHook hook(parameters, compressing(1));
+    const at::Tensor product = torch::arange(1, 31, torch::kDouble).unsqueeze(1) *
+                               torch::arange(2, 42, torch::kDouble).unsqueeze(0);
+    GradientBucket bucket;
+    bucket.buffer = product.t().reshape(-1);
+    bucket.parameters = parameters;
+    bucket.is_last = true;
+    const at::Tensor got = hook.reduce(bucket, group)->value().toTensor();
+    EXPECT_LT((got - bucket.buffer).abs().max().item<double>(), 1e-9);
+  });
+}
+
 // The rule of the header for one bucket, as loops over numbers. In fp64, like the hook's sums.
 struct QuantizedLoop {
   std::vector<std::vector<double>> errors;  // of each rank

@@ -12,6 +12,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -59,6 +60,34 @@ void expect_gradients_of_one_process(Model& model, Alone& alone, int rank, const
       others[i].sub_(others[i].grad(), 0.01);
     }
   }
+}
+
+// zero_grad(false) detaches gradients, which autograd refuses of views.
+TEST(Gradients, MayBeClearedBetweenForwardAndBackward) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      Net alone = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      torch::optim::SGD optimizer(model->parameters(), 0.01);
+      for (int step = 0; step < 4; ++step) {
+        const Batch batch = batch_of(100 + step, 8);
+        const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+        const at::Tensor loss = sum_of_squares(ddp.forward(rows.data), rows.target);
+        optimizer.zero_grad(/*set_to_none=*/false);
+        loss.backward();
+        alone->zero_grad();
+        (sum_of_squares(alone->forward(batch.data), batch.target) / 2).backward();
+        for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+          EXPECT_TRUE(test::near(model->parameters()[i].grad(), alone->parameters()[i].grad(),
+                                 kSumTolerance))
+              << step << ' ' << i;
+        }
+      }
+    }
+  });
 }
 
 // torch::autograd::grad reaches forward's results before any backward pass does.

@@ -4,6 +4,8 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/parallel/power_sgd.h"
+#include "semitone/parallel/quantized_all_reduce.h"
 #include "src/core/dtype_limits.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
@@ -127,6 +129,50 @@ TEST(CommHook, MayGiveAnythingThatFits) {
                 ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("a hook of no use")));
     expect_error([&] { backward_with(std::make_shared<Misfit>(), 1); },
                  {"[parallel.comm_hook]", "float64[", "got float32[1]"});
+  });
+}
+
+// c10d numbers all buckets of a static graph's first step 0.
+TEST(CommHook, AStaticGraphsFirstStepHasItsBuckets) {
+  struct Noting final : CommHook {
+    c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                   const comm::Group& group) override {
+      std::int64_t elements = 0;
+      for (const at::Tensor& parameter : bucket.parameters) elements += parameter.numel();
+      EXPECT_EQ(elements, bucket.buffer.numel());
+      buckets.emplace_back(bucket.index, bucket.is_last);
+      at::Tensor gradients = bucket.buffer;
+      return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+    }
+    std::vector<std::pair<std::size_t, bool>> buckets;
+  };
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    // A bucket for each dtype.
+    torch::nn::Linear first(3, 4);
+    torch::nn::Linear second(4, 2);
+    second->to(torch::kDouble);
+    torch::nn::Sequential model(
+        first, torch::nn::Functional([](const at::Tensor& x) { return x.to(torch::kDouble); }),
+        second);
+    const at::Tensor input = torch::full({5, 3}, 1 + rank.number());
+    const auto noting = std::make_shared<Noting>();
+    const std::vector<std::shared_ptr<CommHook>> hooks{
+        noting, std::make_shared<QuantizedAllReduceHook>(model->parameters()),
+        std::make_shared<PowerSGDHook>(model->parameters(),
+                                       PowerSGDOptions().start_powerSGD_iter(0))};
+    for (const std::shared_ptr<CommHook>& hook : hooks) {
+      for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
+      DistributedDataParallel ddp(
+          model, group, DistributedDataParallelOptions().static_graph(true).comm_hook(hook));
+      for (int step = 0; step < 3; ++step) ddp.forward(input).sum().backward();
+      for (const at::Tensor& parameter : model->parameters())
+        EXPECT_TRUE(parameter.grad().isfinite().all().item<bool>());
+      expect_equal_on_all_ranks(group, gradients_of(model->parameters()));
+    }
+    EXPECT_THAT(noting->buckets, ::testing::ElementsAre(std::pair(0, false), std::pair(1, true),
+                                                        std::pair(0, false), std::pair(1, true),
+                                                        std::pair(0, false), std::pair(1, true)));
   });
 }
 

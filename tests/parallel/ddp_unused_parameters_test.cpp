@@ -50,6 +50,39 @@ TEST(UnusedParameters, AreNamedInTheError) {
   });
 }
 
+// The first forward of two is as one whose backward pass failed: the gradients from no_sync() stay.
+TEST(UnusedParameters, OfNoSyncAreReducedAfterTwoForwards) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const Batch batch = batch_of(1, 6).rows(3 * rank.number(), 3 * rank.number() + 3);
+    const auto loss = [&](bool use_left) {
+      return sum_of_squares(ddp.forward(batch.data, use_left), batch.target);
+    };
+    {
+      const auto local = ddp.no_sync();
+      loss(true).backward();
+    }
+    std::vector<at::Tensor> mean;
+    for (const auto& item : model->named_parameters()) {
+      if (!item.key().starts_with("left")) continue;
+      const auto all = group.all_gather(item.value().grad());
+      mean.push_back((all[0] + all[1]) / 2);
+    }
+    ASSERT_FALSE(mean.empty());
+    const at::Tensor first = loss(false);
+    const at::Tensor second = loss(false);
+    (first + second).backward();
+    std::size_t next = 0;
+    for (const auto& item : model->named_parameters()) {
+      if (item.key().starts_with("left"))
+        EXPECT_TRUE(torch::allclose(item.value().grad(), mean.at(next++))) << item.key();
+    }
+  });
+}
+
 TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

@@ -348,5 +348,27 @@ TEST(Script, ModulesTrainLikeOthers) {
   });
 }
 
+// `self.mean = …` gives the module another tensor.
+TEST(Script, BuffersThatAreReplacedStayEqualOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::jit::Module model("Scale");
+    model.register_parameter("weight", torch::ones({6}).requires_grad_(), false);
+    model.register_buffer("mean", torch::zeros({6}));
+    model.define(
+        "def forward(self, x):\n    self.mean = self.mean * 0.5 + x\n"
+        "    return (x * self.weight).sum() + self.mean.sum()\n");
+    DistributedDataParallel ddp(model, group);
+    at::Tensor expected = torch::zeros({6});
+    for (int step = 0; step < 3; ++step) {
+      // Rank 0's values of the step before.
+      const at::Tensor input = torch::full({6}, 1 + rank.number());
+      ddp.forward(input).toTensor().backward();
+      EXPECT_TRUE(torch::equal(model.attr("mean").toTensor(), expected * 0.5 + input)) << step;
+      expected = expected * 0.5 + 1;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace semitone::parallel

@@ -28,6 +28,9 @@ struct ModelTensors {
   };
   std::vector<Entry> parameters;
   std::vector<Entry> buffers;
+  /// The buffers as they are now, for a model whose forward may put other tensors in their places:
+  /// `self.mean = …` in TorchScript. Empty for others.
+  std::function<std::vector<Entry>()> current_buffers;
 };
 ModelTensors tensors_of(const torch::nn::Module& model);
 ModelTensors tensors_of(const torch::jit::Module& model);
