@@ -132,7 +132,8 @@ void set_up(Impl& impl) {
     impl.names.add(models[i], models.size() == 1 ? "" : "model " + std::to_string(i) + ": ");
   }
   const detail::CudnnSettings& cudnn = properties.cudnn;
-  if (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit) impl.cudnn.emplace(cudnn);
+  if (properties.enabled && (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit))
+    impl.cudnn.emplace(cudnn);
   if (properties.verbosity >= 2) impl.cast_log = std::make_shared<LogCasts>();
 }
 

@@ -207,16 +207,17 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   if (impl().fp32_scopes == 0) impl().take_loaded("load");
   // Everything is read before anything else is changed.
   impl().settle();
-  std::vector<LossScaler> scalers = impl().scalers;
-  for (std::size_t i = 0; i < scalers.size(); ++i) {
-    auto inner = part("loss" + std::to_string(i));
-    scalers[i].load(inner);
-  }
   std::vector<std::vector<at::Tensor>> masters(impl().optimizers.size());
   for (std::size_t i = 0; i < masters.size(); ++i) {
     if (!impl().optimizers[i].masters.has_value()) continue;
     auto inner = part("masters" + std::to_string(i));
     masters[i] = impl().optimizers[i].masters->read(inner);
+  }
+  // Last: listeners hear of loaded scales at once.
+  std::vector<LossScaler> scalers = impl().scalers;
+  for (std::size_t i = 0; i < scalers.size(); ++i) {
+    auto inner = part("loss" + std::to_string(i));
+    scalers[i].load(inner);
   }
   if (impl().has_fp8()) {
     torch::serialize::InputArchive fp8;
@@ -226,7 +227,8 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
       log()->warn("{}: the saved run had no fp8(), so the scales of fp8 begin anew", kComponent);
     }
   }
-  impl().scalers = std::move(scalers);
+  // Not the vector itself: loss_scaler() has returned references.
+  std::ranges::move(scalers, impl().scalers.begin());
   for (std::size_t i = 0; i < masters.size(); ++i) {
     auto& record = impl().optimizers[i];
     if (record.masters.has_value()) record.masters->assign(masters[i]);

@@ -106,9 +106,9 @@ at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual
         residual.defined() ? c10::str("one of shape ", residual.sizes()) : "an undefined one");
   }
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  if (p == 0 || !train || input.numel() == 0) return at::add(residual, input);
+  if (p == 0 || !train || input.numel() == 0) return at::add(input, residual);
   if (!has_kernel(input) || !has_kernel(residual))
-    return at::add(residual, fused_dropout(input, p, train));
+    return at::add(fused_dropout(input, p, train), residual);
   return DropoutFunction::apply(input, residual, new_dropout(p),
                                 at::promote_types(input.scalar_type(), residual.scalar_type()));
 }

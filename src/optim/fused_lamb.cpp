@@ -108,6 +108,12 @@ FusedLAMB::FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& group
   check_options();
 }
 
+bool FusedLAMB::combines_gradients() const {
+  return std::any_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) {
+    return dynamic_cast<const FusedLAMBOptions&>(group.options()).max_grad_norm() > 0;
+  });
+}
+
 std::string_view FusedLAMB::component() const {
   return kFusedLamb;
 }

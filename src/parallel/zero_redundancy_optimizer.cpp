@@ -218,6 +218,13 @@ void ZeroRedundancyOptimizer::update_share() {
   }
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
     local_->param_groups()[g].set_options(param_groups_[g].options().clone());
+  const auto* const placed =
+      dynamic_cast<const semitone::detail::UsesParameterPlaces*>(local_.get());
+  if (group_.size() > 1 && placed != nullptr && placed->combines_gradients()) {
+    throw Error(kZero, "an optimizer that steps each parameter independently",
+                "one with max_grad_norm, which needs the norm of all gradients",
+                "set max_grad_norm to 0, and clip the gradients before the step");
+  }
 }
 
 at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {

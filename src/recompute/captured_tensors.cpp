@@ -65,6 +65,14 @@ std::vector<SeenTensor> CapturedTensors::unchanged() const {
   return result;
 }
 
+std::optional<at::Tensor> CapturedTensors::changed() const {
+  for (const auto& [address, seen] : captured_) {
+    if (known_.contains(address)) continue;
+    if (auto tensor = seen.changed()) return tensor;
+  }
+  return std::nullopt;
+}
+
 std::unique_ptr<at::ObserverContext> CapturedTensors::start(const at::RecordFunction& record) {
   for (CapturedTensors* each = innermost; each != nullptr; each = each->outer_) {
     for (const c10::IValue& input : inputs_of(record))

@@ -42,6 +42,8 @@ class CapturedTensors {
 
   // Those that the function has not changed itself.
   std::vector<SeenTensor> unchanged() const;
+  // One that it has changed.
+  std::optional<at::Tensor> changed() const;
 
  private:
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record);

@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/autograd_node.h"
+#include "src/core/log.h"
 #include "src/recompute/captured_tensors.h"
 #include "src/recompute/recording.h"
 #include "src/recompute/surroundings.h"
@@ -15,6 +16,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -337,6 +339,17 @@ bool is_captured(const at::Tensor& output, const edge_list& others) {
   return root.is_leaf() || std::ranges::find(others, edge_of(root)) != others.end();
 }
 
+// Once: each layer of each step would say the same.
+void warn_of_second_change(const at::Tensor& tensor) {
+  static std::atomic<bool> warned = false;
+  if (warned.exchange(true)) return;
+  log()->warn(
+      "{}: the function changes a captured tensor of shape {}, and so does its second run in the "
+      "backward pass: running statistics move twice. Give CheckpointOptions::buffers what it "
+      "updates",
+      kCheckpoint, c10::str(tensor.sizes()));
+}
+
 }  // namespace
 
 struct CheckpointedCall::Impl {
@@ -375,12 +388,14 @@ const Tensors& CheckpointedCall::inputs() const {
 
 Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
   std::vector<SeenTensor> captured = impl_->captured->unchanged();
+  const std::optional<at::Tensor> changed = impl_->captured->changed();
   impl_->captured.reset();
   impl_->scope.reset();
   if (std::ranges::none_of(outputs, [](const at::Tensor& output) {
         return output.defined() && output.requires_grad();
       }))
     return outputs;
+  if (changed.has_value()) warn_of_second_change(*changed);
   edge_list to_inputs;
   for (const at::Tensor& input : impl_->originals) {
     if (const Edge edge = edge_of(input); edge.is_valid()) to_inputs.push_back(edge);

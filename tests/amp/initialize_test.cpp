@@ -45,6 +45,11 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
   const bool benchmark = context.benchmarkCuDNN();
   const int benchmark_limit = context.benchmarkLimitCuDNN();
   {
+    const auto disabled =
+        initialize(make_net(), quiet(Options("O1").enabled(false).cudnn_benchmark(!benchmark)));
+    EXPECT_EQ(context.benchmarkCuDNN(), benchmark);
+  }
+  {
     const auto mixed = initialize(make_net(), quiet(Options("O1")
                                                         .cudnn_benchmark(!benchmark)
                                                         .cudnn_benchmark_limit(benchmark_limit + 1)

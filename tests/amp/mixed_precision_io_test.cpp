@@ -154,6 +154,17 @@ TEST(MixedPrecisionInFp8, GoesOnBitForBit) {
   }
 }
 
+TEST(MixedPrecisionLoad, ReferencesToScalersStay) {
+  Training run(options("O2", torch::kHalf));
+  const LossScaler& scaler = run.mixed.loss_scaler();
+  auto state = saved(run.mixed);
+  for (int step = 0; step < 2; ++step) run.train(step, /*overflow=*/true);
+  const double before = scaler.scale();
+  run.mixed.load(state);
+  EXPECT_EQ(&scaler, &run.mixed.loss_scaler());
+  EXPECT_GT(scaler.scale(), before);
+}
+
 TEST(MixedPrecisionInFp8, DiffersFrom16BitsAndIsNamedInErrors) {
   Training in_fp8(fp8_options("O1", torch::kBFloat16));
   Training in_bf16(options("O1"));

@@ -4,6 +4,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_lamb.h"
 #include "src/comm/process_group.h"
 #include "tests/parallel/models.h"
 #include "tests/parallel/zero_fixture.h"
@@ -346,6 +347,24 @@ TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {
     optimizer.add_param_group(torch::optim::OptimizerParamGroup({leaf({odd ? 1 : 2})}));
     EXPECT_THAT(error_of([&] { optimizer.step(); }), got("parameter 0 of group 1"));
   });
+}
+
+// LAMB clips by the norm of all gradients, of which a rank has a share.
+TEST(ZeroErrors, ANormOfAllGradientsIsRefused) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    const auto lamb = [](double max_grad_norm) {
+      return factory<optim::FusedLAMB>(optim::FusedLAMBOptions().max_grad_norm(max_grad_norm));
+    };
+    EXPECT_THAT(
+        error_of([&] { ZeroRedundancyOptimizer(model->parameters(), lamb(1), group); }),
+        HasSubstr("got one with max_grad_norm, which needs the norm of all gradients — set"));
+    ZeroRedundancyOptimizer(model->parameters(), lamb(0), group);
+  });
+  Net alone = seeded<Net>(1);
+  ZeroRedundancyOptimizer(alone->parameters(), factory<optim::FusedLAMB>(optim::FusedLAMBOptions()),
+                          comm::Group());
 }
 
 TEST(ZeroErrors, OfTheFactoryAreNamed) {

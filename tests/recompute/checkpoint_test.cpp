@@ -18,6 +18,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -233,6 +234,24 @@ TEST(Checkpoint, KeepsTheBuffersThatItIsGiven) {
         options, [block](const at::Tensor& t) mutable { return block->forward(t); }, x);
   };
   expect_equal(step_of(with_options), step_of(kPlain));
+}
+
+// As in torch. Which tensors a lambda updates, only its first run shows.
+TEST(Checkpoint, ItIsSaidOnceThatBuffersMoveTwice) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, which said nothing yet
+  const auto run = [](bool named) {
+    const Step got = step_of([&](const torch::nn::Sequential& block, const at::Tensor& x) {
+      CheckpointOptions options;
+      if (named) options.buffers(block->buffers());
+      return checkpoint(
+          options, [block](const at::Tensor& t) mutable { return block->forward(t); }, x);
+    });
+    const bool moved_once{test::same_bits(got.buffers, step_of(kPlain).buffers)};
+    std::exit(moved_once == named ? 0 : 1);
+  };
+  EXPECT_EXIT(run(false), testing::ExitedWithCode(0),
+              "^[^\n]*move twice. Give CheckpointOptions::buffers[^\n]*\n$");
+  EXPECT_EXIT(run(true), testing::ExitedWithCode(0), "^$");
 }
 
 // A module's own buffers are kept anyway, and one layer may be there under two names.

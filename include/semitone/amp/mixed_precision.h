@@ -152,7 +152,8 @@ class [[nodiscard]] MixedPrecision {
   /// effect. To discard a backward pass without a step, call this function.
   void zero_grad(torch::optim::Optimizer& optimizer);
 
-  /// Returns the scaler of a loss.
+  /// Returns the scaler of a loss. The reference stays valid as long as this object and those that it
+  /// is moved to. If a device decides steps, its values are those of this call.
   const LossScaler& loss_scaler(std::int64_t loss_id = 0) const;
   /// Returns the number of skipped steps of all optimizers.
   std::int64_t skipped_steps() const;
@@ -203,7 +204,9 @@ class [[nodiscard]] MixedPrecision {
   /// fp32_weights(). Model, optimizer and this state may be loaded in any order, before or after
   /// the first step.
   ///
-  /// save() is an Error between scale_loss and step, while gradients exist. load() drops gradients.
+  /// save() is an Error between scale_loss and step, while gradients exist; but not where scale_loss
+  /// changes nothing (a constant scale of 1, no masters): gradients there look like those of the last
+  /// step. A resumed run does not have them: save after step(). load() drops gradients.
   /// It throws FileError, and changes nothing, unless level, dtype, the shapes of the masters and
   /// the numbers of models, optimizers and losses equal those of the saved run.
   void save(torch::serialize::OutputArchive& archive) const;

@@ -89,8 +89,9 @@ class Options {
   Options& min_loss_scale(double value);
   Options& max_loss_scale(double value);
   /// The other options of the loss scale: growth_interval, growth_factor, backoff_factor,
-  /// hysteresis, max_consecutive_skips … The init_scale and bounds of the value apply unless the
-  /// setters above set them. If the value is not dynamic (LossScaleOptions::fixed), its init_scale
+  /// hysteresis, max_consecutive_skips … They do not turn scaling on: where the default loss_scale is
+  /// 1, as in bf16, they have no effect without loss_scale("dynamic"). The init_scale and bounds of
+  /// the value apply unless the setters above set them. If the value is not dynamic (LossScaleOptions::fixed), its init_scale
   /// is the constant scale, unless loss_scale sets one. A constant scale together with loss_scale
   /// "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);

@@ -96,6 +96,7 @@ struct TuneResult {
 ///
 /// DivergedError if the loss in fp32 is not finite. Error if
 /// - the options are out of range,
+/// - the loss in fp32 is 0, of which there is no percentage,
 /// - the loss in fp32 differs between two trainings by more than the band,
 /// - no operator computes in 16 bits, and the loss is outside of the band,
 /// - the loss is outside of the band even with all candidates in fp32,

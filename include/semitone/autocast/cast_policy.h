@@ -176,6 +176,7 @@ class CastPolicy {
   /// overload without a name.
   std::optional<CastRow> find(std::string_view op) const;
   /// Returns all rows, sorted by operator: "conv2d", "conv2d.padding", "mylib::my_op".
+  /// The reference is valid until the next edit, or the end of the policy.
   const std::map<std::string, CastRow>& rows() const;
 
   /// For the library itself: the table in the form that the dispatcher's kernels read.

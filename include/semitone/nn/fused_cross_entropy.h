@@ -57,7 +57,8 @@ struct FusedCrossEntropyOptions {
 /// with another number of dimensions, other devices. 16-bit logits are then converted to fp32.
 ///
 /// Error for targets that are neither a class nor ignore_index (on a CPU, with row, target and C),
-/// for targets of another dtype, shape or device, and for a label_smoothing outside [0, 1].
+/// for targets of another dtype, shape or device, and for a label_smoothing outside [0, 1]. In the
+/// other cases, LibTorch's own errors pass through.
 at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                const FusedCrossEntropyOptions& options = {});
 

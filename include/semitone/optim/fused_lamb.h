@@ -60,6 +60,9 @@ class FusedLAMB : public FusedOptimizer {
   explicit FusedLAMB(std::vector<at::Tensor> parameters, const FusedLAMBOptions& defaults = {})
       : FusedLAMB({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
+  /// Whether a group clips (max_grad_norm).
+  bool combines_gradients() const override;
+
  private:
   std::string_view component() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;

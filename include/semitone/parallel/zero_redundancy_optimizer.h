@@ -51,8 +51,9 @@ namespace semitone::parallel {
 /// first if equal). Each goes to the rank with the fewest elements so far (the lowest rank if
 /// equal), and stays there, with its state, if others are added to the groups or removed later.
 ///
-/// Optimizers that combine all gradients are not supported. LBFGS is an Error. optim::FusedLAMB
-/// with max_grad_norm would use the norm of one rank's share: clip before the step instead.
+/// Optimizers that combine all gradients are Errors: LBFGS, and on several ranks optim::FusedLAMB with
+/// a max_grad_norm (its default is 1), which needs the norm of all gradients. Set it to 0, and clip
+/// before the step instead.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;

@@ -31,6 +31,7 @@ struct CheckpointOptions {
   /// Tensors that the function reads and updates in place, such as running statistics of batch norms.
   /// The second run reads the values that the first one read, and changes nothing. Copies of those
   /// that the first run changed are kept. If the function is a module, its own buffers are added.
+  /// Captured tensors that are not named here are updated by both runs; a warning says so once.
   /// Default: none.
   TORCH_ARG(std::vector<at::Tensor>, buffers);
 };

@@ -72,8 +72,8 @@ std::string_view name_of(Outcome outcome);
 /// one thread, and in the reverse order of other events::Listen scopes.
 ///
 /// A name begins and ends with a visible character, has no control characters, and is UTF-8; a "/"
-/// groups in TensorBoard. A step is at least 0. Error otherwise, and for any addition after
-/// close(). FileError if a file cannot be written; its lines of that write are lost, the earlier
+/// groups in TensorBoard. A step is at least 0. Error otherwise, and after close() for any
+/// call but close() and writes(). FileError if a file cannot be written; its lines of that write are lost, the earlier
 /// ones stay whole, and the next call tries again.
 class RunLog {
  public:
@@ -113,9 +113,9 @@ class RunLog {
   /// Adds a histogram for each parameter of a model, `parameters/NAME`, and for each gradient that
   /// is defined, `gradients/NAME`. This reads the whole model: call it every few hundred steps.
   ///
-  /// Gradients are those that the parameters have at this moment. With a loss scale they are
-  /// multiplied by it before the step (GradScaler::unscale_ divides them). At O2, 16-bit parameters
-  /// have no gradients: their master weights do (MixedPrecision::master_params).
+  /// Gradients are those that the parameters have at this moment. With GradScaler they are multiplied
+  /// by the scale until unscale_(). With MixedPrecision they are those that step() will read, from
+  /// backward() to step(); after a step with master weights there are none.
   void add_histograms(const torch::nn::Module& model, std::optional<std::int64_t> step = {});
 
   /// Writes what is in memory.

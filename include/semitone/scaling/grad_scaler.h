@@ -70,7 +70,7 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 /// are the same.
 ///
 /// After an exception, also from the optimizer or a hook, the scaler stays usable. A copy has the
-/// same state. Only one thread at a time may use an object.
+/// same state; in one iteration, use only one of them. Only one thread at a time may use an object.
 class GradScaler {
  public:
   /// @param enabled  false: scale() returns its argument and step() only steps, so that one program
@@ -109,7 +109,7 @@ class GradScaler {
   void update();
 
   /// Sets the scale, which must be positive and finite. Drops the results of the steps; counters
-  /// stay.
+  /// stay. Error before the first scale(): set init_scale instead.
   void update(double new_scale);
 
   /// Returns the scale that scale() multiplies by; 1 if disabled. Does not read from a device, but
@@ -132,8 +132,8 @@ class GradScaler {
   /// Default: none.
   void set_found_inf_hook(FoundInfHook hook) { found_inf_hook_ = std::move(hook); }
 
-  /// Saves and loads everything that a resumed run needs to continue bit for bit. Error between
-  /// unscale_() or step() and update(). A disabled scaler saves only that it is disabled; loading
+  /// Saves and loads everything that a resumed run needs to continue bit for bit. save() is an Error
+  /// between unscale_() or step() and update(); load() drops their results. A disabled scaler saves only that it is disabled; loading
   /// that into an enabled one is an Error.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);

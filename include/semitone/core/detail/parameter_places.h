@@ -29,6 +29,10 @@ class UsesParameterPlaces {
   /// Sets the places of parameters in the whole parameter list. They replace the places in this
   /// optimizer's own groups until the next call.
   virtual void set_parameter_places(ParameterPlaces places) = 0;
+
+  /// Whether the step of a parameter also depends on the gradients of others, as with a norm of all
+  /// gradients. A wrapper refuses that.
+  virtual bool combines_gradients() const { return false; }
 };
 
 }  // namespace semitone::detail
