@@ -240,7 +240,7 @@ TEST(Checkpoint, KeepsTheBuffersThatItIsGiven) {
 TEST(Checkpoint, ItIsSaidOnceThatBuffersMoveTwice) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, which said nothing yet
   const auto run = [](bool named) {
-    const Step got = step_of([&](const torch::nn::Sequential& block, const at::Tensor& x) {
+    const Step got = step_of([&](torch::nn::Sequential block, const at::Tensor& x) {
       CheckpointOptions options;
       if (named) options.buffers(block->buffers());
       return checkpoint(
