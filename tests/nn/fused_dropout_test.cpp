@@ -160,14 +160,17 @@ TEST_F(FusedDropoutTest, IsTheIdentityInEvaluationAndWithoutProbabilityOrElement
   EXPECT_TRUE(fused_dropout(input, 0.5, /*train=*/false).is_same(input));
   EXPECT_TRUE(fused_dropout(input, 0).is_same(input));
   EXPECT_TRUE(fused_dropout(empty, 0.5).is_same(empty));
-  expect_bitwise_equal(fused_dropout_add(input, residual, 0.5, false), residual + input);
-  expect_bitwise_equal(fused_dropout_add(input, residual, 0), residual + input);
+  expect_bitwise_equal(fused_dropout_add(input, residual, 0.5, false), input + residual);
+  expect_bitwise_equal(fused_dropout_add(input, residual, 0), input + residual);
+  // It draws nothing from the generator.
+  expect_bitwise_equal(at::detail::getDefaultCPUGenerator().get_state(), state);
+}
+
+TEST_F(FusedDropoutTest, ASumHasTheInputsStrides) {
   const at::Tensor images = torch::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast);
   for (const bool train : {false, true})
     EXPECT_EQ(fused_dropout_add(images, torch::ones({2, 3, 4, 5}), 0.5, train).strides(),
               images.strides());
-  // It draws nothing from the generator.
-  expect_bitwise_equal(at::detail::getDefaultCPUGenerator().get_state(), state);
 }
 
 TEST_F(FusedDropoutTest, DropsAllWithProbabilityOne) {

@@ -155,7 +155,7 @@ TEST(CommHook, AStaticGraphsFirstStepHasItsBuckets) {
     torch::nn::Sequential model(
         first, torch::nn::Functional([](const at::Tensor& x) { return x.to(torch::kDouble); }),
         second);
-    const at::Tensor input = torch::full({5, 3}, 1 + rank.number());
+    const at::Tensor input = torch::full({5, 3}, 1.0 + rank.number());
     const auto noting = std::make_shared<Noting>();
     const std::vector<std::shared_ptr<CommHook>> hooks{
         noting, std::make_shared<QuantizedAllReduceHook>(model->parameters()),
