@@ -213,7 +213,7 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     auto inner = part("masters" + std::to_string(i));
     masters[i] = impl().optimizers[i].masters->read(inner);
   }
-  // Last: listeners hear of loaded scales at once.
+  // After the masters, which may not fit: listeners hear of loaded scales at once.
   std::vector<LossScaler> scalers = impl().scalers;
   for (std::size_t i = 0; i < scalers.size(); ++i) {
     auto inner = part("loss" + std::to_string(i));

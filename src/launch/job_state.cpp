@@ -108,7 +108,7 @@ std::string JobState::refusal_reason(Id id, const Join& join) const {
   if (join.node_rank >= job_.nodes.max)
     return fmt::format("the node-ranks of this job go from 0 to {}", job_.nodes.max - 1);
   // For nodes that are numbered or use the job's name, the program may differ.
-  if (!job_.named && !job_.numbered && join.arguments != job_.arguments) {
+  if (!job_.named && !job_.numbered && join.command != job_.command) {
     return fmt::format(
         "this job runs {}, not {}: set an rdzv-id for each job, the same on its nodes",
         quoted(job_.program),

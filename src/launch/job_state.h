@@ -18,7 +18,7 @@ struct Job {
   bool named = false;   // the user set the run_id: launchers that join must have it
   std::string token;    // that launchers must know; empty: none
   std::string program;  // its file name, as in Join
-  std::string arguments;
+  std::string command;
   detail::NodeCount nodes;
   bool numbered = false;  // nodes have numbers, or are numbered in order of arrival
   int max_restarts = 0;

@@ -41,9 +41,7 @@ void require_duration(std::string_view name, LaunchOptions::Seconds value, doubl
 
 // The value names a folder.
 void require_name(std::string_view name, const std::string& value) {
-  constexpr std::size_t kLongestFileName = 255;
-  require(value.empty() ||
-              (names_a_folder(value) && value.size() <= kLongestFileName && is_utf8(value)),
+  require(value.empty() || (names_a_folder(value) && is_utf8(value)),
           fmt::format("{} in UTF-8 without '/' that can be the name of a folder", name),
           fmt::format("'{}'", value));
 }

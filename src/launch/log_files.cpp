@@ -36,8 +36,9 @@ void require_log_dir(const std::filesystem::path& folder) {
 }
 
 bool names_a_folder(std::string_view name) {
+  constexpr std::size_t kLongest = 255;  // of file systems
   const auto is_bad = [](unsigned char letter) { return letter < ' ' || letter == '/'; };
-  return !name.empty() && name != "." && name != ".." &&
+  return !name.empty() && name.size() <= kLongest && name != "." && name != ".." &&
          std::none_of(name.begin(), name.end(), is_bad);
 }
 

@@ -18,7 +18,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ExitStatus, code, signal)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(WorkerFailure, rank, local_rank, node, host, pid, status, log,
                                    last_lines)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Join, protocol, token, run_id, min_nodes, max_nodes, node_rank,
-                                   processes, program, arguments, host)
+                                   processes, program, command, host)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StandBy, reason)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Assignment, run_id, attempt, restarts, max_restarts, node, nodes,
                                    first_rank, world_size, master_addr, master_port)

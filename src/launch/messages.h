@@ -25,8 +25,8 @@ struct Join {
   int max_nodes = 1;
   int node_rank = -1;  // -1: in order of arrival
   int processes = 1;
-  std::string program;    // the name of its file, for messages: other bytes than UTF-8 are replaced
-  std::string arguments;  // digest of the name and the arguments: digest_of()
+  std::string program;  // the name of its file, for messages: other bytes than UTF-8 are replaced
+  std::string command;  // digest of that name and the arguments: digest_of()
   std::string host;
 };
 

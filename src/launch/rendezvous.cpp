@@ -23,7 +23,6 @@ constexpr auto kComponent = "launch.rendezvous";
 constexpr int kDefaultMasterPort = 29500;
 constexpr auto kConnectTimeout = std::chrono::seconds(1);
 constexpr auto kRetryInterval = std::chrono::milliseconds(250);
-constexpr std::size_t kMaxName = 255;  // of a file system
 
 Clock::duration duration(LaunchOptions::Seconds seconds) {
   return std::chrono::duration_cast<Clock::duration>(seconds);
@@ -126,7 +125,7 @@ Job Rendezvous::job() const {
   result.run_id = result.named ? options_.rdzv_id() : generate_id();
   result.token = options_.rdzv_token();
   result.program = program();
-  result.arguments = command_digest();
+  result.command = command_digest();
   result.nodes = options_.nnodes();
   result.max_restarts = options_.max_restarts();
   result.master_port = options_.master_port();
@@ -156,7 +155,7 @@ Join Rendezvous::request() const {
   join.node_rank = numbered ? options_.node_rank() : -1;
   join.processes = options_.nproc_per_node();
   join.program = program();
-  join.arguments = command_digest();
+  join.command = command_digest();
   join.host = host_name();
   return join;
 }
@@ -262,8 +261,8 @@ void Rendezvous::check_assignment(const Assignment& given) const {
                 fmt::format("{} from node 0's launcher at {}", expected, endpoint_.to_string()),
                 got, "is it a launcher of this job?");
   };
-  require(names_a_folder(given.run_id) && given.run_id.size() <= kMaxName,
-          "a job's name that can be a folder's", fmt::format("'{}'", given.run_id));
+  require(names_a_folder(given.run_id), "a job's name that can be a folder's",
+          fmt::format("'{}'", given.run_id));
   require(options_.rdzv_id().empty() || given.run_id == options_.rdzv_id(),
           fmt::format("the rdzv-id '{}'", options_.rdzv_id()), fmt::format("'{}'", given.run_id));
   require(0 <= given.node && given.node < given.nodes, "a number of this node",

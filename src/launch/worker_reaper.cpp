@@ -30,10 +30,12 @@ void close_from(int first, int last, int limit) {
     ::close(descriptor);
 }
 
-// One more than the largest descriptor that a process may open.
+// One more than the largest descriptor to close one by one. Containers allow a billion, which would
+// take minutes.
 int descriptor_limit() {
+  constexpr long kMost = 1 << 16;
   const long limit = ::sysconf(_SC_OPEN_MAX);
-  return limit < 0 ? INT_MAX : static_cast<int>(std::min<long>(limit, INT_MAX));
+  return static_cast<int>(limit < 0 ? kMost : std::min(limit, kMost));
 }
 
 // The reaper's main loop, in a forked process that may use async-signal-safe calls only.

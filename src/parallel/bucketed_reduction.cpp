@@ -194,7 +194,7 @@ class BucketedReduction final : public Reduction {
     if (learns()) reducer_->count_from_here();
     arrivals_.clear();
     waits_for_end_ = false;
-    reducer_->note_used();
+    if (searches()) reducer_->note_used();
     explained([&] { reducer_->prepare_for_backward(outputs); });
   }
 

@@ -394,15 +394,21 @@ int ReplicaSync::Impl::last_rank_with(bool condition) const {
   return static_cast<int>(all_reduce(condition ? group.rank() : -1, c10d::ReduceOp::MAX));
 }
 
+// Again before each use, if forward may replace them.
 void ReplicaSync::Impl::find_buffers() {
-  if (model.current_buffers) model.buffers = model.current_buffers();
+  if (model.current_buffers) {
+    model.buffers = model.current_buffers();
+  } else if (!buffers.empty()) {
+    return;
+  }
   buffers.clear();
   for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
 }
 
 void ReplicaSync::Impl::sync_buffers(bool has_input) {
+  if (!options.broadcast_buffers()) return;
   find_buffers();
-  if (!options.broadcast_buffers() || buffers.empty()) return;
+  if (buffers.empty()) return;
   const events::PhaseScope phase(events::Phase::communication);
   // A rank without input has outdated buffers.
   const int root = joining.has_value() ? last_rank_with(has_input) : 0;

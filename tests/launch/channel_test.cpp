@@ -47,7 +47,7 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   join.node_rank = 1;
   join.processes = 8;
   join.program = "train";
-  join.arguments = digest_of({"--epochs", "3"});
+  join.command = digest_of({"--epochs", "3"});
   join.host = "here";
   ends.one.send(join);
   const Join got = received<Join>(ends.other);
@@ -58,7 +58,7 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   EXPECT_EQ(got.node_rank, 1);
   EXPECT_EQ(got.processes, 8);
   EXPECT_EQ(got.program, "train");
-  EXPECT_EQ(got.arguments, join.arguments);
+  EXPECT_EQ(got.command, join.command);
   EXPECT_EQ(got.host, "here");
 
   ends.one.send(StandBy{"full"});

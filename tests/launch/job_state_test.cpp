@@ -219,13 +219,13 @@ TEST_F(JobStateTest, AJobWithoutATokenRefusesNodesWithOne) {
 TEST_F(JobStateTest, AnUnnamedJobAcceptsNodesThatRunTheSameCommand) {
   Job plain = job(1, 2);
   plain.program = "train";
-  plain.arguments = digest_of({"train", "--epochs", "3"});
+  plain.command = digest_of({"train", "--epochs", "3"});
   JobState& state = start(plain);
   const auto asks = [&](const std::string& program, std::vector<std::string> arguments) {
     Join join = request();
     join.program = program;
     arguments.insert(arguments.begin(), program);
-    join.arguments = digest_of(arguments);
+    join.command = digest_of(arguments);
     state.joined(5, join, now_);
     return messages();
   };

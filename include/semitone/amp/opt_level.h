@@ -91,9 +91,9 @@ class Options {
   /// The other options of the loss scale: growth_interval, growth_factor, backoff_factor,
   /// hysteresis, max_consecutive_skips … They do not turn scaling on: where the default loss_scale is
   /// 1, as in bf16, they have no effect without loss_scale("dynamic"). The init_scale and bounds of
-  /// the value apply unless the setters above set them. If the value is not dynamic (LossScaleOptions::fixed), its init_scale
-  /// is the constant scale, unless loss_scale sets one. A constant scale together with loss_scale
-  /// "dynamic" is an Error.
+  /// the value apply unless the setters above set them. If the value is not dynamic
+  /// (LossScaleOptions::fixed), its init_scale is the constant scale, unless loss_scale sets one. A
+  /// constant scale together with loss_scale "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
   /// (CastPolicy::keep_fp32_params) and the products in fp8 (CastPolicy::fp8). Default: CastPolicy::semitone. The policy's own device and

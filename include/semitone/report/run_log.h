@@ -72,9 +72,9 @@ std::string_view name_of(Outcome outcome);
 /// one thread, and in the reverse order of other events::Listen scopes.
 ///
 /// A name begins and ends with a visible character, has no control characters, and is UTF-8; a "/"
-/// groups in TensorBoard. A step is at least 0. Error otherwise, and after close() for any
-/// call but close() and writes(). FileError if a file cannot be written; its lines of that write are lost, the earlier
-/// ones stay whole, and the next call tries again.
+/// groups in TensorBoard. A step is at least 0. Error otherwise, and after close() for any call but
+/// close() and writes(). FileError if a file cannot be written; its lines of that write are lost, the
+/// earlier ones stay whole, and the next call tries again.
 class RunLog {
  public:
   /// Creates the directory and its files, or continues them.

@@ -133,8 +133,8 @@ class GradScaler {
   void set_found_inf_hook(FoundInfHook hook) { found_inf_hook_ = std::move(hook); }
 
   /// Saves and loads everything that a resumed run needs to continue bit for bit. save() is an Error
-  /// between unscale_() or step() and update(); load() drops their results. A disabled scaler saves only that it is disabled; loading
-  /// that into an enabled one is an Error.
+  /// between unscale_() or step() and update(); load() drops their results. A disabled scaler saves
+  /// only that it is disabled; loading that into an enabled one is an Error.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

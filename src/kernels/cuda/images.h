@@ -2,8 +2,8 @@
 
 #include <span>
 
-// Which devices can run compiled kernels. Compute capabilities are numbers as in __CUDA_ARCH_LIST__: 9.0
-// is 900.
+// Which devices can run compiled kernels. Compute capabilities are numbers as in
+// __CUDA_ARCH_LIST__: 9.0 is 900.
 namespace semitone::kernels {
 
 // Machine code runs on later devices of the same major version only. PTX, from which the driver
