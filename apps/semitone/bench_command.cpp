@@ -8,6 +8,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
 #include "src/core/counted.h"
+#include "src/core/parse_number.h"
 #include "src/train/device.h"
 #include "src/train/models.h"
 #include "src/train/step_floor.h"
@@ -19,7 +20,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <iostream>
 #include <optional>
@@ -182,11 +182,8 @@ std::int64_t steps_of(std::string_view command) {
   constexpr std::string_view kStep = "step ";
   if (!command.starts_with(kStep)) return 0;
   command.remove_prefix(kStep.size());
-  std::int64_t steps = 0;
-  const auto [stop, error] =
-      std::from_chars(command.data(), command.data() + command.size(), steps);
-  const bool whole = error == std::errc() && stop == command.data() + command.size();
-  return whole && steps <= kBenchMost ? std::max<std::int64_t>(steps, 0) : 0;
+  const std::int64_t steps = parse_number<std::int64_t>(command).value_or(0);
+  return steps <= kBenchMost ? std::max<std::int64_t>(steps, 0) : 0;
 }
 
 // Prints that it is ready, and then runs the number of steps that each line requests.

@@ -6,28 +6,19 @@
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
 #include "src/core/nearest.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstddef>
 #include <fstream>
-#include <system_error>
 #include <utility>
 
 namespace semitone::cli {
 namespace {
-
-// Parses the whole text as a number; false if it is not one.
-template <typename Number>
-bool parse(const std::string& text, Number& number) {
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
-  return error == std::errc() && stop == end;
-}
 
 std::string did_you_mean(const std::string& name, const std::vector<std::string>& candidates) {
   const std::string near = nearest(name, candidates);
@@ -86,7 +77,9 @@ CLI::Option& Flags::add(const std::string& name, const std::string& type,
 void Flags::integer(const std::string& name, std::int64_t& variable, std::int64_t least,
                     std::int64_t most, const std::string& help) {
   const auto take = [&variable, least, most](const std::string& text) {
-    return parse(text, variable) && variable >= least && variable <= most;
+    const auto value = parse_number<std::int64_t>(text);
+    variable = value.value_or(variable);
+    return value.has_value() && *value >= least && *value <= most;
   };
   add(name, "N", std::to_string(variable), take, fmt::format("from {} to {}", least, most), help);
 }
@@ -95,7 +88,9 @@ void Flags::number(const std::string& name, double& variable,
                    const std::function<bool(double)>& check, const std::string& expected,
                    const std::string& help) {
   const auto take = [&variable, check](const std::string& text) {
-    return parse(text, variable) && check(variable);
+    const auto value = parse_number<double>(text);
+    variable = value.value_or(variable);
+    return value.has_value() && check(*value);
   };
   add(name, "X", fmt::format("{}", variable), take, expected, help);
 }
@@ -167,10 +162,10 @@ void Flags::parsed(const std::string& name, const std::string& type, const std::
 void Flags::number_or_word(const std::string& name, const std::vector<std::string>& words,
                            const Set& set, const std::string& help) {
   const auto take = [words, set](const std::string& text) {
-    double number = 0;
+    const auto number = parse_number<double>(text);
     const bool is_word = std::find(words.begin(), words.end(), text) != words.end();
-    if (!is_word && !(parse(text, number) && number >= dtype_limits(at::kFloat).min_normal &&
-                      number <= dtype_limits(at::kFloat).max))
+    if (!is_word && !(number.has_value() && *number >= dtype_limits(at::kFloat).min_normal &&
+                      *number <= dtype_limits(at::kFloat).max))
       return false;
     set(text);
     return true;
@@ -220,10 +215,12 @@ void set_master(launch::LaunchOptions& options, const std::string& addr, std::in
     host = env::get(env::kMasterAddr).value_or("");
   }
   if (options.nnodes().max > 1 && number == 0) {
-    const auto text = env::get(env::kMasterPort);
-    if (text.has_value() && (!parse(*text, number) || number < 1 || number > 65535)) {
-      throw UsageError(component, fmt::format("{} from 1 to 65535", env::kMasterPort.name),
-                       "'" + *text + "'");
+    if (const auto text = env::get(env::kMasterPort)) {
+      number = parse_number<int>(*text).value_or(0);
+      if (number < 1 || number > 65535) {
+        throw UsageError(component, fmt::format("{} from 1 to 65535", env::kMasterPort.name),
+                         "'" + *text + "'");
+      }
     }
   }
   options.master_addr(host).master_port(number);

@@ -2,12 +2,11 @@
 
 #include "semitone/core/error.h"
 #include "src/core/dtype_limits.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <string_view>
-#include <system_error>
 
 namespace semitone::amp::detail {
 namespace {
@@ -33,12 +32,9 @@ LossScale::LossScale(const std::string& scale) {
     dynamic_ = true;
     return;
   }
-  double value = 0;
-  const auto [end, error] = std::from_chars(scale.data(), scale.data() + scale.size(), value);
-  if (error != std::errc() || end != scale.data() + scale.size()) {
-    throw Error("amp.initialize", kLossScaleValues, in_quotes(scale));
-  }
-  *this = LossScale(value);
+  const auto value = parse_number<double>(scale);
+  if (!value.has_value()) throw Error("amp.initialize", kLossScaleValues, in_quotes(scale));
+  *this = LossScale(*value);
 }
 
 std::string LossScale::to_string() const {

@@ -3,11 +3,11 @@
 #include "semitone/core/error.h"
 #include "src/comm/network.h"
 #include "src/core/env.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <functional>
 #include <map>
 #include <optional>
@@ -18,14 +18,13 @@
 namespace semitone::comm {
 namespace {
 
-int parse_number(std::string_view text, std::string_view name, int least, int most) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+int number_from(std::string_view text, std::string_view name, int least, int most) {
+  const auto value = parse_number<int>(text);
+  if (!value.has_value() || *value < least || *value > most) {
     throw Error(kInitComponent, fmt::format("{} from {} to {}", name, least, most),
                 fmt::format("'{}'", text));
   }
-  return value;
+  return *value;
 }
 
 constexpr int kMaxRanks = 1 << 20;
@@ -39,13 +38,13 @@ Error missing(const env::Variable& variable, std::string_view launcher) {
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
   const auto text = env::get(variable);
   if (!text.has_value()) throw missing(variable, launcher);
-  return parse_number(*text, variable.name, least, most);
+  return number_from(*text, variable.name, least, most);
 }
 
 std::optional<int> optional(const env::Variable& variable, int least, int most) {
   const auto text = env::get(variable);
   if (!text.has_value()) return std::nullopt;
-  return parse_number(*text, variable.name, least, most);
+  return number_from(*text, variable.name, least, most);
 }
 
 // The value of the first variable that is set.
@@ -88,11 +87,11 @@ void set_ranks(Rendezvous& result, const InitOptions& options, const env::Variab
                const env::Variable& rank, std::string_view launcher) {
   result.world_size =
       options.world_size().has_value()
-          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMaxRanks)
+          ? number_from(std::to_string(*options.world_size()), "world_size", 1, kMaxRanks)
           : required(size, 1, kMaxRanks, launcher);
-  result.rank = options.rank().has_value() ? parse_number(std::to_string(*options.rank()), "rank",
-                                                          0, result.world_size - 1)
-                                           : required(rank, 0, result.world_size - 1, launcher);
+  result.rank = options.rank().has_value()
+                    ? number_from(std::to_string(*options.rank()), "rank", 0, result.world_size - 1)
+                    : required(rank, 0, result.world_size - 1, launcher);
 }
 
 Rendezvous from_torchrun(const InitOptions& options) {
@@ -117,11 +116,11 @@ int slurm_tasks_on(int node, std::string_view list) {
     list.remove_prefix(std::min(item.size() + 1, list.size()));
     const auto bracket = item.find("(x");
     const int tasks =
-        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMaxRanks);
+        number_from(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMaxRanks);
     const int nodes = bracket == std::string_view::npos
                           ? 1
-                          : parse_number(item.substr(bracket + 2, item.size() - bracket - 3),
-                                         env::kSlurmTasksPerNode.name, 1, kMaxRanks);
+                          : number_from(item.substr(bracket + 2, item.size() - bracket - 3),
+                                        env::kSlurmTasksPerNode.name, 1, kMaxRanks);
     if (node < nodes) return tasks;
     node -= nodes;
   }
@@ -256,13 +255,13 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   const std::string_view location = url.substr(0, question);
   Rendezvous result;
   const auto number = [&](const char* name, std::optional<int> given, int least, int most) {
-    if (given.has_value()) return parse_number(std::to_string(*given), name, least, most);
+    if (given.has_value()) return number_from(std::to_string(*given), name, least, most);
     const auto found = query.find(name);
     if (found == query.end()) {
       throw Error(kInitComponent, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
                   fmt::format("append {}{}=…", query.empty() ? "?" : "&", name));
     }
-    return parse_number(found->second, name, least, most);
+    return number_from(found->second, name, least, most);
   };
   result.world_size = number("world_size", options.world_size(), 1, kMaxRanks);
   result.rank = number("rank", options.rank(), 0, result.world_size - 1);
@@ -281,7 +280,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
   if (host.empty()) throw Error(kInitComponent, "tcp://HOST:PORT", fmt::format("'{}'", url));
   result.host = host;
-  result.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
+  result.port = number_from(address.substr(colon + 1), "the port", 1, 65535);
   // All ranks have the same URL.
   if (result.host == "localhost" || net::is_loopback(result.host)) {
     result.local_rank = result.rank;

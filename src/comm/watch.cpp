@@ -5,6 +5,7 @@
 #include "src/comm/ranks.h"
 #include "src/comm/store.h"
 #include "src/comm/watch_messages.h"
+#include "src/core/parse_number.h"
 #include "src/net/sockets.h"
 
 #include <fmt/format.h>
@@ -44,7 +45,7 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
     std::string_view words = endpoint;
     token_ = next_word(words);
     rank0_.host = next_word(words);
-    rank0_.port = parse<int>(words).value_or(0);
+    rank0_.port = parse_number<int>(words).value_or(0);
     reconnect_until_ = Clock::now() + options_.timeout;
     auto connection = net::connect_to(rank0_, options_.timeout);
     if (!connection.ok()) {

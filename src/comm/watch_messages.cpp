@@ -1,5 +1,7 @@
 #include "src/comm/watch_messages.h"
 
+#include "src/core/parse_number.h"
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -19,7 +21,7 @@ std::vector<int> parse_ranks(std::string_view text) {
   std::vector<int> ranks;
   while (!text.empty()) {
     const auto end = text.find(',');
-    if (const auto rank = parse<int>(text.substr(0, end))) ranks.push_back(*rank);
+    if (const auto rank = parse_number<int>(text.substr(0, end))) ranks.push_back(*rank);
     text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
   }
   return ranks;

@@ -2,11 +2,8 @@
 
 #include "src/comm/watch.h"
 
-#include <charconv>
-#include <optional>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <vector>
 
 // The words of the watches' messages.
@@ -14,15 +11,6 @@ namespace semitone::comm {
 
 // Removes the first word from a line and returns it.
 std::string_view next_word(std::string_view& line);
-
-// A word as a number.
-template <typename Number>
-std::optional<Number> parse(std::string_view text) {
-  Number value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
 
 // "1,3".
 std::string format_ranks(const std::vector<int>& ranks);

@@ -1,6 +1,7 @@
 #include "src/comm/ranks.h"
 #include "src/comm/watch.h"
 #include "src/comm/watch_messages.h"
+#include "src/core/parse_number.h"
 #include "src/net/sockets.h"
 
 #include <fmt/format.h>
@@ -139,7 +140,7 @@ void Watch::accept_peers() {
     if (!line.has_value()) continue;
     std::string_view hello = *line;
     const bool known = next_word(hello) == "hello" && next_word(hello) == token_;
-    const int rank = known ? parse<int>(hello).value_or(0) : 0;
+    const int rank = known ? parse_number<int>(hello).value_or(0) : 0;
     if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) {
       peer.channel.close(net::LineChannel::State::foreign, "no hello of a rank");
       continue;
@@ -167,7 +168,7 @@ void Watch::handle_line(int rank, std::string_view line) {
   const std::string_view verb = next_word(line);
   if (verb == "beat") {
     Peer& peer = peers_.at(rank);
-    peer.calls = parse<std::uint64_t>(next_word(line)).value_or(peer.calls);
+    peer.calls = parse_number<std::uint64_t>(next_word(line)).value_or(peer.calls);
     if (options_.rank == 0) return;
     const std::lock_guard lock(mutex_);
     fewest_calls_ = peer.calls;
@@ -175,7 +176,7 @@ void Watch::handle_line(int rank, std::string_view line) {
   } else if (verb == "lost" || verb == "blame") {
     set_loss(parse_loss(line));
   } else if (verb == "bye" || verb == "left") {
-    const int leaver = verb == "bye" ? rank : parse<int>(line).value_or(rank);
+    const int leaver = verb == "bye" ? rank : parse_number<int>(line).value_or(rank);
     if (verb == "bye") peers_.at(rank).left = true;
     {
       const std::lock_guard lock(mutex_);
@@ -184,7 +185,7 @@ void Watch::handle_line(int rank, std::string_view line) {
     changed_.notify_all();
     if (options_.rank == 0) send_to_all(fmt::format("left {}", leaver));
   } else if (verb == "arrive") {
-    const auto expected = parse<std::size_t>(next_word(line)).value_or(0);
+    const auto expected = parse_number<std::size_t>(next_word(line)).value_or(0);
     const std::string name(line);
     const std::lock_guard lock(mutex_);
     std::vector<int>& there = arrived_[name];

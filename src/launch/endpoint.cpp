@@ -1,11 +1,9 @@
 #include "src/launch/endpoint.h"
 
 #include "semitone/core/error.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
-
-#include <charconv>
-#include <system_error>
 
 namespace semitone::launch {
 namespace {
@@ -37,11 +35,9 @@ Endpoint Endpoint::parse(std::string_view text) {
   }
   if (result.host.empty()) throw wrong();
   if (rest.empty()) return result;
-  const char* const end = rest.data() + rest.size();
-  const auto [stop, error] = std::from_chars(rest.data() + 1, end, result.port);
-  if (rest.front() != ':' || error != std::errc() || stop != end || result.port < 0 ||
-      result.port > 65535)
-    throw wrong();
+  const auto port = parse_number<int>(rest.substr(1));
+  if (rest.front() != ':' || !port.has_value() || *port < 0 || *port > 65535) throw wrong();
+  result.port = *port;
   return result;
 }
 

@@ -1,6 +1,7 @@
 #include "src/launch/job_state.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/limits.h"
 #include "src/launch/ports.h"
 
 #include <fmt/format.h>
@@ -28,7 +29,6 @@ namespace semitone::launch {
 namespace {
 
 constexpr JobState::Id kNode0 = 0;
-constexpr int kMaxProcesses = 4096;
 
 std::string to_string(detail::NodeCount nodes) {
   return nodes.min == nodes.max ? fmt::format("{}", nodes.max)

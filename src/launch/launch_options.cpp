@@ -1,15 +1,15 @@
 #include "semitone/launch/launch_options.h"
 
 #include "semitone/core/error.h"
+#include "src/core/parse_number.h"
 #include "src/core/utf8.h"
 #include "src/launch/endpoint.h"
+#include "src/launch/limits.h"
 #include "src/launch/log_files.h"
-#include "src/launch/numbers.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstddef>
 #include <optional>
@@ -18,12 +18,10 @@ namespace semitone::launch {
 namespace {
 
 constexpr auto kComponent = "launch.options";
-constexpr int kMaxProcesses = 4096;
-constexpr int kMaxNodes = 1 << 16;
 constexpr std::size_t kMaxToken = 1024;
 
 std::optional<Streams> streams(std::string_view text) {
-  const auto value = parse_number(text);
+  const auto value = parse_number<int>(text);
   if (!value.has_value() || *value < 0 || *value > 3) return std::nullopt;
   return static_cast<Streams>(*value);
 }
@@ -65,7 +63,7 @@ StreamsByRank StreamsByRank::parse(std::string_view text) {
   while (true) {
     const std::string_view item = rest.substr(0, rest.find(','));
     const auto colon = item.find(':');
-    const auto rank = parse_number(item.substr(0, colon));
+    const auto rank = parse_number<int>(item.substr(0, colon));
     const auto value =
         colon == std::string_view::npos ? std::nullopt : streams(item.substr(colon + 1));
     require(rank.has_value() && *rank >= 0 && value.has_value(),

@@ -2,8 +2,9 @@
 
 #include "semitone/core/error.h"
 #include "src/core/cuda_driver.h"
+#include "src/core/parse_number.h"
 #include "src/core/usable_cores.h"
-#include "src/launch/numbers.h"
+#include "src/launch/limits.h"
 
 #include <fmt/format.h>
 
@@ -11,7 +12,6 @@ namespace semitone::launch {
 namespace {
 
 constexpr auto kComponent = "launch.options";
-constexpr int kMaxProcesses = 4096;
 
 void require(bool right, std::string_view expected, std::string_view got) {
   if (!right) throw Error(kComponent, expected, got);
@@ -20,7 +20,7 @@ void require(bool right, std::string_view expected, std::string_view got) {
 }  // namespace
 
 ProcessCount ProcessCount::parse(std::string_view text) {
-  if (const auto value = parse_number(text); value.has_value()) {
+  if (const auto value = parse_number<int>(text); value.has_value()) {
     require(*value >= 1 && *value <= kMaxProcesses,
             fmt::format("nproc-per-node from 1 to {}", kMaxProcesses), fmt::format("'{}'", text));
     return {*value, ""};

@@ -3,7 +3,7 @@
 #include "semitone/core/error.h"
 #include "semitone/launch/launcher.h"
 #include "src/core/env.h"
-#include "src/launch/numbers.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
 
@@ -27,7 +27,7 @@ int local_rank() {
   for (const env::Variable& variable : {env::kLocalRank, env::kRank}) {
     const auto text = env::get(variable);
     if (!text.has_value()) continue;
-    const auto rank = parse_number(*text);
+    const auto rank = parse_number<int>(*text);
     if (rank.has_value() && *rank >= 0) return *rank;
     throw Error(kComponent, fmt::format("a number from 0 in {}", variable.name),
                 fmt::format("'{}'", *text));

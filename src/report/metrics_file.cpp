@@ -1,14 +1,13 @@
 #include "src/report/metrics_file.h"
 
+#include "src/core/parse_number.h"
 #include "src/report/record_file.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <string>
-#include <system_error>
 #include <utility>
 
 namespace semitone::report {
@@ -26,11 +25,9 @@ struct Metric {
 
 template <typename Number>
 Number parsed(std::string_view text, const FilePlace& place) {
-  Number number{};
-  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || stop != text.data() + text.size())
-    place.refuse("a number", "'" + std::string(text) + "'");
-  return number;
+  const auto number = parse_number<Number>(text);
+  if (!number.has_value()) place.refuse("a number", "'" + std::string(text) + "'");
+  return *number;
 }
 
 // Removes the field up to the next comma.

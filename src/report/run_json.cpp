@@ -5,6 +5,7 @@
 #include "src/core/env.h"
 #include "src/core/file.h"
 #include "src/core/host_name.h"
+#include "src/core/parse_number.h"
 #include "src/core/usable_cores.h"
 #include "src/report/append_file.h"
 
@@ -16,12 +17,10 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include <charconv>
 #include <ctime>
 #include <fstream>
 #include <optional>
 #include <string>
-#include <system_error>
 
 namespace semitone::report {
 namespace {
@@ -52,10 +51,8 @@ std::filesystem::path next_path(const std::filesystem::path& directory) {
 // As the launcher says: a number, or nothing.
 std::optional<int> local_world_size() {
   const std::string text = env::get(env::kLocalWorldSize).value_or("");
-  int number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || number < 1) return std::nullopt;
-  return number;
+  const auto number = parse_number<int>(text);
+  return number.has_value() && *number >= 1 ? number : std::nullopt;
 }
 
 Json environment(std::int64_t rank, std::int64_t world_size) {

@@ -3,14 +3,13 @@
 #include "semitone/core/error.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
+#include "src/core/parse_number.h"
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include <charconv>
 #include <exception>
 #include <string>
-#include <system_error>
 #include <utility>
 
 namespace semitone::report {
@@ -22,14 +21,12 @@ std::int64_t count_of(const std::optional<std::int64_t>& option, const env::Vari
   const std::string text =
       option.has_value() ? std::to_string(*option) : env::get(variable).value_or("");
   if (text.empty()) return least;
-  std::int64_t count = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, count);
-  if (error != std::errc() || stop != end || count < least) {
+  const auto count = parse_number<std::int64_t>(text);
+  if (!count.has_value() || *count < least) {
     throw Error(kRunLog, fmt::format("{} from {}", variable.name, least), "'" + text + "'",
                 "set RunLogOptions::rank and world_size");
   }
-  return count;
+  return *count;
 }
 
 void check_step(std::int64_t step) {

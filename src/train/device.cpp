@@ -4,11 +4,11 @@
 #include "semitone/core/error.h"
 #include "src/core/counted.h"
 #include "src/core/cuda_driver.h"
+#include "src/core/parse_number.h"
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 
-#include <charconv>
 #include <optional>
 
 namespace semitone::train {
@@ -18,12 +18,8 @@ constexpr std::string_view kGpu = "cuda:";
 
 std::optional<c10::DeviceIndex> index_of(std::string_view name) {
   if (!name.starts_with(kGpu)) return std::nullopt;
-  const std::string_view digits = name.substr(kGpu.size());
-  c10::DeviceIndex index = -1;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
-  if (error != std::errc() || end != digits.data() + digits.size() || index < 0)
-    return std::nullopt;
-  return index;
+  const auto index = parse_number<c10::DeviceIndex>(name.substr(kGpu.size()));
+  return index.has_value() && *index >= 0 ? index : std::nullopt;
 }
 
 }  // namespace

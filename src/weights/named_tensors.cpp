@@ -1,11 +1,10 @@
 #include "src/weights/named_tensors.h"
 
 #include "semitone/core/error.h"
+#include "src/core/parse_number.h"
 #include "src/weights/tensor_bytes.h"
 
-#include <charconv>
 #include <string_view>
-#include <system_error>
 
 namespace semitone::weights {
 namespace {
@@ -120,12 +119,9 @@ std::string entries_of(const Dict& dict, const std::string& source) {
 const Value* value_under(std::string_view key, const Value& value, bool nested) {
   if (const Dict* dict = dict_in(value, nested)) return dict->find(key);
   const auto* list = value.get<List>();
-  std::size_t place = 0;
-  const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), place);
-  if (list == nullptr || error != std::errc() || end != key.data() + key.size() ||
-      place >= list->items.size())
-    return nullptr;
-  return list->items[place];
+  const auto place = parse_number<std::size_t>(key);
+  if (list == nullptr || !place.has_value() || *place >= list->items.size()) return nullptr;
+  return list->items[*place];
 }
 
 const Value& entry_in(const Value& root, const std::string& entry, bool nested,

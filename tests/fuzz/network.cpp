@@ -5,6 +5,7 @@
 #include "src/comm/introduction.h"
 #include "src/comm/rendezvous.h"
 #include "src/comm/watch_messages.h"
+#include "src/core/parse_number.h"
 #include "src/launch/endpoint.h"
 #include "src/launch/messages.h"
 #include "src/net/line_channel.h"
@@ -78,7 +79,7 @@ void watch(std::string_view input) {
   std::string_view line = input;
   const std::string_view verb = comm::next_word(line);
   require(verb.size() + line.size() <= input.size(), "parts of the line");
-  comm::parse<std::uint64_t>(line);
+  parse_number<std::uint64_t>(line);
   const auto loss = comm::parse_loss(line);
   const auto again = comm::parse_loss(comm::format_loss(loss));
   require(again.ranks == loss.ranks && again.what == loss.what, "the same loss");
