@@ -2,10 +2,15 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/events.h"
+#include "src/core/autograd_node.h"
 #include "src/nn/convert.h"
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <typeinfo>
 
 namespace semitone::amp {
 namespace {
@@ -39,6 +44,21 @@ at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
   return tensor;
 }
 
+// Whether the gradient of a view goes to the weight itself, through LibTorch's transposition and
+// nothing else: neither a function of the program's own that returns such a view, nor a hook.
+bool passes_gradient_on(const at::Tensor& view, const at::Tensor& weight) {
+  namespace generated = torch::autograd::generated;
+  const NodePtr node = view.grad_fn();
+  if (!node || view.retains_grad() || !torch::autograd::impl::hooks(view).empty() ||
+      !node->pre_hooks().empty() || !node->post_hooks().empty())
+    return false;
+  const torch::autograd::Node& ran = *node;
+  const std::type_info& type = typeid(ran);
+  return (type == typeid(generated::TBackward0) || type == typeid(generated::TransposeBackward0) ||
+          type == typeid(generated::PermuteBackward0)) &&
+         node->next_edge(0).function == torch::autograd::impl::try_get_grad_accumulator(weight);
+}
+
 // Whether a tensor is weight.t() and nothing else: torch::nn::Linear passes its weight in this form
 // to addmm and matmul. A view that was made under no_grad passes no gradient to the weight, so it
 // counts only if no gradient is needed.
@@ -48,8 +68,8 @@ bool is_transposed(const at::Tensor& view, const at::Tensor& weight) {
          view.stride(0) == weight.stride(1) && view.stride(1) == weight.stride(0) &&
          view.storage_offset() == weight.storage_offset() &&
          view.scalar_type() == weight.scalar_type() && view.is_neg() == weight.is_neg() &&
-         (view.requires_grad() == weight.requires_grad() || !c10::GradMode::is_enabled()) &&
-         !view.retains_grad() && torch::autograd::impl::hooks(view).empty();
+         (!c10::GradMode::is_enabled() || (!view.requires_grad() && !weight.requires_grad()) ||
+          passes_gradient_on(view, weight));
 }
 
 }  // namespace

@@ -78,6 +78,47 @@ TEST_F(CastCacheTest, OtherViewsOfAWeightAreNotTakenForIt) {
     expect_close(got, plain(view), test::reduction_tolerance(kBf16, 4));
 }
 
+// Returns its argument, and multiplies the gradient.
+struct ScaledGradient : torch::autograd::Function<ScaledGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*ctx*/, const at::Tensor& weight,
+                            bool transposed) {
+    return transposed ? weight.t() : weight.view_as(weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    (void)ctx;
+    const at::Tensor grad = grads[0].size(0) == kIn ? grads[0].t() : grads[0];
+    return {grad * 8, {}};
+  }
+};
+
+TEST_F(CastCacheTest, GradientsPassThroughWhatReturnsAViewOfAWeight) {
+  for (const bool transposed : {false, true}) {
+    const auto gradient_of = [&](double factor) {
+      torch::nn::Linear linear(kIn, kOut);
+      const at::Tensor& stored = linear->weight;
+      const Autocast region(bf16);
+      at::linear(x, stored);  // its cast is in the cache
+      const auto used = factor == 1 ? (transposed ? stored.t() : stored)
+                                    : ScaledGradient::apply(stored, transposed);
+      at::mm(x, transposed ? used : used.t()).sum().backward();
+      return stored.grad().clone();
+    };
+    expect_bitwise_equal(gradient_of(8), gradient_of(1) * 8);
+  }
+}
+
+TEST_F(CastCacheTest, HooksOnAViewOfAWeightRun) {
+  torch::nn::Linear linear(kIn, kOut);
+  const Autocast region(bf16);
+  at::linear(x, linear->weight);
+  const auto view = linear->weight.view_as(linear->weight);
+  int calls = 0;
+  view.register_hook([&](const at::Tensor& /*grad*/) { ++calls; });
+  at::addmm(linear->bias, x, view.t()).sum().backward();
+  EXPECT_EQ(calls, 1);
+}
+
 TEST_F(CastCacheTest, AViewOfMemoryThatTheWeightHasLeftIsNotTakenForIt) {
   const auto transposed = weight.t();
   const auto before = weight.detach().clone();
