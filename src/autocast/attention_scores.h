@@ -16,6 +16,9 @@
 // the view returns fp32. The mask and the softmax are then computed in fp32, and the product with
 // the values, which has a row in every policy, casts to 16 bits again. Without a key_padding_mask
 // there is no such view.
+//
+// A program's own code may do the same. There, what is written to one of the two tensors is missing
+// in the other, which is refused when an operator gets that one.
 namespace semitone::amp::attention_scores {
 
 // Whether the arguments of a bmm may be queries and keys of a MultiheadAttention.
@@ -27,5 +30,11 @@ void remember(const at::Tensor& product);
 // Whether a view of a tensor in these sizes is MultiheadAttention's step before the mask. True once
 // per product.
 bool are_viewed(const at::Tensor& tensor, c10::SymIntArrayRef sizes);
+
+// Remembers what such a view of a product returned, on this thread, until the next one.
+void remember_view(const at::Tensor& product, const at::Tensor& view);
+
+// Error if an argument is such a product or view, and the other one has been written to since.
+void check_writes(std::span<const c10::IValue> arguments);
 
 }  // namespace semitone::amp::attention_scores

@@ -100,6 +100,7 @@ void CastKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet k
     return;
   }
 
+  attention_scores::check_writes(arguments);
   if (!c10::GradMode::is_enabled()) custom_backward::see_operator_without_gradients();
   // fp32 that meets 16 bits in a product is lowered.
   const bool may_be_scores = is_bmm_ && (policy.casts() || policy.lowers_mixed()) &&

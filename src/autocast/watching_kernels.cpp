@@ -1,5 +1,6 @@
 #include "src/autocast/watching_kernels.h"
 
+#include "semitone/core/dtype.h"
 #include "src/autocast/attention_scores.h"
 #include "src/autocast/cast_kernel.h"
 #include "src/autocast/op_names.h"
@@ -56,7 +57,13 @@ class ViewKernel final : public WatchingKernel {
       if (attention_scores::are_viewed(self, sizes)) {
         const Caster cast(*regions, *policy, "view");
         const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-        return cast.to_fp32(self).view_symint(sizes);
+        at::Tensor copy = cast.to_fp32(self).view_symint(sizes);
+        attention_scores::remember_view(self, copy);
+        return copy;
+      }
+      if (is_16bit(self.scalar_type()) && self.dim() == 3) {
+        const c10::IValue argument(self);
+        attention_scores::check_writes({&argument, 1});
       }
       const bool may_be_fast =
           boxed_.has_fast_kernel(*policy) && self.dim() == 4 && !self.is_contiguous();

@@ -3,10 +3,12 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
 #include "tests/support/tensors.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -220,6 +222,45 @@ TEST(PaddedAttention, LeavesOtherProductsAndViewsAlone) {
   auto alias = product.view({24, 7});
   alias.zero_();
   EXPECT_EQ(product.abs().max().item<double>(), 0) << "still a view";
+}
+
+// A program's own attention that masks its scores in place, through the view.
+TEST(PaddedAttention, RefusesToLoseAMaskOfAProgramsOwn) {
+  for (const char* preset : {"semitone", "none"}) {
+    for (const bool train : {false, true}) {
+      SCOPED_TRACE(preset);
+      const Autocast region(CastPolicy::by_name(preset, {torch::kCPU, torch::kBFloat16}));
+      const auto options = torch::dtype(torch::kBFloat16).requires_grad(train);
+      const auto q = torch::randn({4, 6, 5}, options).transpose(0, 1);
+      const auto k = torch::randn({6, 5, 7}, options);
+      const auto scores = [&] { return at::bmm(q, k); };
+      const auto mask = torch::ones({1, 1, 1, 7}, torch::kBool);
+      const auto lost = testing::ThrowsMessage<Error>(
+          testing::AllOf(testing::HasSubstr("fp32 copy"), testing::HasSubstr("write")));
+      EXPECT_THAT(([&] {
+                    const auto product = scores();
+                    product.view({2, 3, 4, 7}).masked_fill_(mask, -1e9);
+                    return torch::softmax(product, -1);
+                  }),
+                  lost);
+      EXPECT_THAT(([&] {
+                    const auto product = scores();
+                    product.view({2, 3, 4, 7}).masked_fill_(mask, -1e9);
+                    return product.view({2, 3, 4, 7});
+                  }),
+                  lost);
+      EXPECT_THAT(([&] {
+                    const auto product = scores();
+                    const auto view = product.view({2, 3, 4, 7});
+                    product.mul_(2);
+                    return torch::softmax(view, -1);
+                  }),
+                  lost);
+      const auto view = scores().view({2, 3, 4, 7});
+      view.masked_fill_(mask, -1e9);
+      EXPECT_TRUE(torch::softmax(view, -1).allclose(torch::full({}, 1. / 7)));
+    }
+  }
 }
 
 }  // namespace
