@@ -222,10 +222,10 @@ class RecomputeBackward final : public Node {
     const BufferValues::Scope buffers(buffers_);
     std::optional<RngStates::Scope> random;
     if (random_.has_value()) random.emplace(*random_);
-    const AutocastRegions::Scope regions(regions_);
     Second second;
     second.places = create_graph ? places_of(inputs, needs_gradient_, behind_relay)
                                  : places_of(inputs, needs_gradient_, leaf_of_values);
+    const AutocastRegions::Scope regions(regions_, inputs, second.places);
     const Recording recording_of_run;
     second.outputs = run_(second.places);
     if (random_.has_value() && !random_->are_at_end()) {
@@ -357,7 +357,7 @@ struct CheckpointedCall::Impl {
       : originals(std::move(given)),
         node(make_node<RecomputeBackward>(originals, state, regions)),
         inputs(places_of(originals, node->needs_gradient(), behind_relay)) {
-    scope.emplace(regions);
+    scope.emplace(regions, originals, inputs);
     Tensors known = originals;
     known.insert(known.end(), inputs.begin(), inputs.end());
     known.insert(known.end(), state.buffers.begin(), state.buffers.end());

@@ -62,15 +62,13 @@ struct Chunk {
   at::Tensor bias;
 };
 
+// One chunk of all classes is a view too: the hooks of the weight and the bias are for the gradients
+// that backward() returns, not for those within it.
 template <typename Use>
 void for_chunks(const at::Tensor& weight, const at::Tensor& bias, std::int64_t size,
                 const Use& use) {
   for (std::int64_t first = 0; first < weight.size(0); first += size) {
     const std::int64_t count = std::min(size, weight.size(0) - first);
-    if (count == weight.size(0)) {  // itself, not a view: its cast is cached
-      use(Chunk{first, weight, bias});
-      return;
-    }
     use(Chunk{first, weight.narrow(0, first, count),
               bias.defined() ? bias.narrow(0, first, count) : bias});
   }
@@ -135,11 +133,16 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
     const at::Tensor bias = given_bias.value_or(at::Tensor());
     const at::Tensor count = count_rows(kComponent, target, weight.size(0), call->ignore_index);
     ChunkedSoftmax softmax(call->targets(target, weight));
-    for_chunks(weight, bias, call->chunk_size, [&](const Chunk& chunk) {
+    const auto add = [&](const Chunk& chunk) {
       const at::Tensor logits = linear_without_fp8(input, chunk.weight, chunk.bias);
       const NoCasts no_casts;
       softmax.add(logits, chunk.first);
-    });
+    };
+    if (weight.size(0) > 0 && weight.size(0) <= call->chunk_size) {
+      add({0, weight, bias});  // the weight itself, whose cast is cached
+    } else {
+      for_chunks(weight, bias, call->chunk_size, add);
+    }
     const NoCasts no_casts;
     const kernels::RowLosses losses = softmax.losses();
     ctx->save_for_backward({input, weight, bias, target, losses.max, losses.inv_sum, count});

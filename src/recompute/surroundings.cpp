@@ -33,6 +33,26 @@ std::size_t hash_of(const at::Tensor& state) {
       {static_cast<const char*>(state.const_data_ptr()), state.nbytes()});
 }
 
+// Those that are known, and the places of parameters, and of their views, among the inputs.
+std::shared_ptr<ReplicaParameters> with_places(const std::shared_ptr<ReplicaParameters>& known,
+                                               std::span<const at::Tensor> inputs,
+                                               std::span<const at::Tensor> places) {
+  std::shared_ptr<ReplicaParameters> result;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined() || places[i].is_same(inputs[i])) continue;
+    const at::Tensor root = inputs[i].is_view() ? at::Tensor(inputs[i]._base()) : inputs[i];
+    const bool is_copy = known != nullptr && known->originals.contains(root.unsafeGetTensorImpl());
+    if (!root.is_leaf() && !is_copy) continue;
+    if (result == nullptr) {
+      result = known == nullptr ? std::make_shared<ReplicaParameters>()
+                                : std::make_shared<ReplicaParameters>(*known);
+    }
+    result->originals[places[i].unsafeGetTensorImpl()] = result->original_of(root);
+    result->copies.push_back(places[i]);
+  }
+  return result == nullptr ? known : result;
+}
+
 }  // namespace
 
 AutocastRegions::AutocastRegions()
@@ -44,9 +64,10 @@ AutocastRegions::AutocastRegions()
   }
 }
 
-AutocastRegions::Scope::Scope(const AutocastRegions& regions)
+AutocastRegions::Scope::Scope(const AutocastRegions& regions, std::span<const at::Tensor> inputs,
+                              std::span<const at::Tensor> places)
     : had_cache_(at::autocast::is_autocast_cache_enabled()),
-      replica_(kReplicaState, regions.replica_),
+      replica_(kReplicaState, with_places(regions.replica_, inputs, places)),
       regions_(regions.state_.enter()) {
   // LibTorch has one cache for the whole process.
   at::autocast::set_autocast_cache_enabled(false);

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -27,10 +28,13 @@ class AutocastRegions {
   // Those of this thread.
   AutocastRegions();
 
-  // Enters them, with caches of casts of their own, until the end of the scope.
+  // Enters them, with caches of casts of their own, until the end of the scope. There, what holds for
+  // a parameter among the inputs also holds for the tensor in its place.
   class [[nodiscard]] Scope {
    public:
-    explicit Scope(const AutocastRegions& regions);
+    explicit Scope(const AutocastRegions& regions) : Scope(regions, {}, {}) {}
+    Scope(const AutocastRegions& regions, std::span<const at::Tensor> inputs,
+          std::span<const at::Tensor> places);
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;

@@ -164,6 +164,40 @@ TEST(Checkpoint, RunsInLibTorchsRegionsToo) {
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
 }
 
+// What the policy says of a parameter also holds where the function gets it as an input.
+TEST(Checkpoint, KeptParametersMayBeInputs) {
+  torch::nn::Linear head(8, 4);
+  amp::CastPolicy policy = amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
+  policy.keep_fp32_params("weight");
+  const amp::CastPolicy bound = policy.bind(*head);
+  const auto results = [&](const auto& call, bool transposed) {
+    torch::manual_seed(2);
+    const at::Tensor x = torch::randn({3, 8}).requires_grad_();
+    const at::Tensor y = [&] {
+      const amp::Autocast region(bound);
+      return call(x, transposed ? head->weight.t() : head->weight);
+    }();
+    EXPECT_EQ(y.scalar_type(), torch::kFloat);
+    head->weight.mutable_grad().reset();
+    y.square().sum().backward();
+    return std::vector{y.detach(), x.grad(), head->weight.grad().clone()};
+  };
+  for (const bool transposed : {false, true}) {
+    const auto product = [transposed](const at::Tensor& x, const at::Tensor& weight) {
+      return transposed ? at::mm(x, weight) : at::linear(x, weight);
+    };
+    const auto want = results(product, transposed);
+    const auto once = [&](const at::Tensor& x, const at::Tensor& weight) {
+      return checkpoint(product, x, weight);
+    };
+    const auto nested = [&](const at::Tensor& x, const at::Tensor& weight) {
+      return checkpoint(once, x, weight);
+    };
+    test::expect_bitwise_equal(results(once, transposed), want);
+    test::expect_bitwise_equal(results(nested, transposed), want);
+  }
+}
+
 // Its cast of the other call has another node in the graph.
 TEST(Checkpoint, AWeightMayBeCastOutsideToo) {
   for (const bool libtorchs : {false, true}) {

@@ -367,6 +367,39 @@ TEST(LinearCrossEntropy, AWeightMayAlsoBeThatOfTheEmbedding) {
                          test::reduction_tolerance(torch::kFloat, kClasses)));
 }
 
+// LibTorch splits the layer, and the transposed weight must not be taken for the leaf itself.
+TEST(LinearCrossEntropy, CanBeDifferentiatedAgainWhereLinearLayersAreLeftAlone) {
+  const Problem problem = new_problem();
+  amp::CastPolicy policy = amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
+  policy.leave("linear");
+  const at::Tensor weight = problem.weight.clone().requires_grad_();
+  const at::Tensor loss = [&] {
+    const amp::Autocast region(policy);
+    return linear_cross_entropy(problem.input, weight, problem.target);
+  }();
+  const auto first = torch::autograd::grad({loss}, {weight}, {}, true, /*create_graph=*/true);
+  first[0].square().sum().backward();
+  EXPECT_TRUE(weight.grad().defined() && weight.grad().abs().max().item<double>() > 0);
+}
+
+TEST(LinearCrossEntropy, RunsTheHooksOfItsWeightsOnce) {
+  const Problem problem = new_problem();
+  const auto doubled = [&](const Loss& loss_of) {
+    return results_of(
+        problem, [&](const auto& input, const auto& weight, const auto& bias, const auto& target) {
+          for (const at::Tensor& each : {input, weight, bias})
+            each.register_hook([](const at::Tensor& grad) { return grad * 2; });
+          return loss_of(input, weight, bias, target);
+        });
+  };
+  for (const std::int64_t size : {std::int64_t{16}, kClasses}) {
+    const Loss loss_of = chunked(Options().chunk_size(size));
+    auto want = results_of(problem, loss_of);
+    for (std::size_t i = 1; i < want.size(); ++i) want[i] = want[i] * 2;
+    expect_bitwise_equal(doubled(loss_of), want);
+  }
+}
+
 TEST(LinearCrossEntropy, CanBeDifferentiatedAgain) {
   const Problem problem = new_problem().to(torch::kDouble);
   const auto second = [&](const Loss& loss_of) {
