@@ -37,9 +37,11 @@ void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
     if (parameter.grad().defined()) grads.push_back(parameter.grad());
   }
   if (grads.empty()) return;
-  const at::Tensor norm = at::stack(at::_foreach_norm(grads, 2, at::kFloat)).norm();
+  // In fp64: the squares of finite gradients may overflow fp32.
+  const at::Tensor norm = at::stack(at::_foreach_norm(grads, 2, at::kDouble)).norm();
   const at::Tensor factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1);
-  at::_foreach_mul_(grads, at::where(norm.isfinite(), factor, at::ones_like(factor)));
+  at::_foreach_mul_(grads,
+                    at::where(norm.isfinite(), factor, at::ones_like(factor)).to(at::kFloat));
 }
 
 }  // namespace

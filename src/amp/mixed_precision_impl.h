@@ -48,7 +48,9 @@ struct MixedPrecision::Impl {
     torch::optim::Optimizer* optimizer;
     std::optional<Masters> masters;
     std::optional<Scaled> scaled;
-    bool skip = false;  // the next step: a loss overflowed
+    bool skip = false;            // the next step: a loss overflowed
+    bool skipped = false;         // the last step: what overflowed may still be in the gradients
+    std::int64_t overflowed = 0;  // the loss that last made a step skip
     // Until the first call of MixedPrecision::step: watches for calls of optimizer.step().
     StepWatch watch;
     bool watched = true;
@@ -98,7 +100,7 @@ struct MixedPrecision::Impl {
       bool named;  // as Pending::named
     };
     std::vector<Loss> losses;  // of each flag
-    const OptimizerRecord* optimizer;
+    OptimizerRecord* optimizer;
   };
 
   // The scale of one loss, in a device's memory.
@@ -243,6 +245,8 @@ struct MixedPrecision::Impl {
 
   // Error while an optimizer's gradients are scaled.
   static void require_unscaled(const OptimizerRecord& record, const char* caller);
+  // Error if gradients whose clipping is left to step() were changed after it.
+  static void require_unchanged_since_clipping(const OptimizerRecord& record, const char* caller);
 
   // What comes before the decision of a step: the masters have the model's weights and gradients.
   void prepare_step(OptimizerRecord& record);
@@ -251,6 +255,8 @@ struct MixedPrecision::Impl {
   // step is skipped, and updates the scales.
   Step end_step(OptimizerRecord& record, const std::function<void()>& take);
 
+  // Adds to the results what is left in the gradients of a step that was skipped.
+  void check_earlier_gradients(OptimizerRecord& record);
   // Whether the device of an optimizer can decide its step. The host does if it needs the names of
   // parameters, for which it has to look at the gradients.
   bool may_defer(const OptimizerRecord& record) const;

@@ -168,6 +168,8 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
     archive.write("fp8", fp8);
   }
   for (std::size_t i = 0; i < impl().optimizers.size(); ++i) {
+    // A loss that was scaled for several optimizers overflowed, and this one has not stepped since.
+    if (impl().optimizers[i].skip) archive.write("skip" + std::to_string(i), c10::IValue(true));
     if (!impl().optimizers[i].masters.has_value()) continue;
     torch::serialize::OutputArchive masters;
     impl().optimizers[i].masters->save(masters);
@@ -233,6 +235,8 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     auto& record = impl().optimizers[i];
     if (record.masters.has_value()) record.masters->assign(masters[i]);
     zero_grad(*record.optimizer);
+    c10::IValue skip;
+    record.skip = archive.try_read("skip" + std::to_string(i), skip);
   }
 }
 

@@ -5,6 +5,7 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/optim/deferred_step.h"
 #include "src/optim/libtorch_step.h"
@@ -36,6 +37,7 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::OptimizerR
                    std::int64_t loss_id) {
   LossScaler& scaler = mixed.scaler(loss_id, "step");
   const bool first = !std::exchange(optimizer.skip, true);
+  optimizer.overflowed = loss_id;
   const bool logs = first && mixed.properties.verbosity >= 1 && is_first_rank();
   detail::Overflow overflow;
   if (logs || scaler.wants_names()) {
@@ -139,6 +141,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
                                        double norm_type, bool error_if_nonfinite) {
   Impl::OptimizerRecord& record = impl().of(optimizer, "clip_grad_norm_");
   Impl::require_unscaled(record, "clip_grad_norm_");
+  Impl::require_unchanged_since_clipping(record, "clip_grad_norm_");
   impl().pull("clip_grad_norm_");
   Impl::take_unscaled_gradients(record);
   const auto deferred =
@@ -199,6 +202,7 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
 void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
   const events::PhaseScope phase(events::Phase::optimizer);
   require_unscaled(record, "step");
+  require_unchanged_since_clipping(record, "step");
   settle();
   pull("step");
   record.watch.stop();
@@ -207,7 +211,30 @@ void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
   drop_stale_results(record);
   warn_of_gradients(record);
   take_unscaled_gradients(record);
+  check_earlier_gradients(record);
   warn_of_idle_models(record);
+}
+
+// As in torch, gradients that overflowed before the last step and were not zeroed make this one skip,
+// too: the later ones were added to them. Masters have none left of that step.
+void MixedPrecision::Impl::check_earlier_gradients(OptimizerRecord& record) {
+  if (!record.skipped) return;
+  auto result = std::find_if(pending.begin(), pending.end(), [&](const Pending& one) {
+    return one.named && concerns(one, record);
+  });
+  if (result == pending.end()) {
+    const std::vector<OptimizerRecord*> of{&record};
+    result = pending.insert(pending.end(), Pending{record.overflowed, of, {}, /*named=*/false});
+  }
+  const StateMode mode;
+  // Not in place: results of other optimizers may have the same flags.
+  for (at::Tensor& flag : result->found_inf) flag = flag.clone();
+  Gradients pass(1.0F);
+  for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (!record.masters.has_value() || !record.masters->is_master(parameter))
+      pass.unscale(parameter);
+  });
+  pass.run(result->found_inf);
 }
 
 bool MixedPrecision::Impl::may_defer(const OptimizerRecord& record) const {
@@ -268,18 +295,21 @@ void MixedPrecision::Impl::settle() {
       if (named) found_by_loss[id] = found_by_loss[id] || found;
       if (!found) continue;
       const bool first = !std::exchange(skipped, true);
+      one.optimizer->overflowed = id;
       LossScaler& of_loss = scaler(id, "step");
       if (first && properties.verbosity >= 1 && is_first_rank())
         log()->info("skipped a step: loss {} overflowed at scale {}", id, of_loss.scale());
       first ? of_loss.note_skip({}) : of_loss.note_overflow({});
     }
     for (const auto& [id, found] : found_by_loss) scaler(id, "step").update(found);
+    one.optimizer->skipped = skipped;
   }
 }
 
 Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function<void()>& take) {
   const auto found_by_loss = resolve(*this, record);
   const bool skip = std::exchange(record.skip, false);
+  record.skipped = skip;
   if (!skip) {
     // An optimizer may multiply matrices, which a region would lower.
     const DisableCasts as_outside;

@@ -248,7 +248,9 @@ Autocast::Autocast(const CastPolicy& policy) {
 }
 
 Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype, bool enabled) {
-  const CastTarget target(device, dtype.value_or(default_16bit_dtype(device)));
+  // Where nothing is cast, the dtype does not matter: programs have one for fp32 too.
+  const CastTarget target(device,
+                          enabled && dtype.has_value() ? *dtype : default_16bit_dtype(device));
   if (enabled) warn_without_device(device);
   guard_ = std::make_unique<Guard>(
       Region{device, target.dtype, enabled ? CastPolicy::semitone(target).compiled() : nullptr});

@@ -92,6 +92,7 @@ Masters::Masters(Masters&& other) noexcept
       by_master_(std::move(other.by_master_)),
       maybe_stepped_(other.maybe_stepped_),
       deferred_inverse_(other.deferred_inverse_),
+      clipped_(other.clipped_),
       shown_(other.shown_) {}
 
 Masters::~Masters() {

@@ -101,6 +101,8 @@ class Masters {
   // one that was dropped on either side is dropped on both.
   void hide_gradients();
   bool shows_gradients() const { return shown_; }
+  // Whether the program has changed a gradient that is shown, but clipped only when step() reads it.
+  bool has_changed_clipped() const;
 
   // A step that can be captured, and that changes nothing if found_inf is set.
   void step(optim::CapturableStep& step, const at::Tensor& found_inf);
@@ -132,6 +134,7 @@ class Masters {
     std::array<std::uint32_t, 4> probes = {};  // bits of some of its numbers; on a CPU only
     optim::DeferredGradient deferred = {};
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
+    std::uint32_t shown_version = 0;
     Replaced replaced = {};
   };
 
@@ -167,7 +170,8 @@ class Masters {
   // The masters got gradients, and were not written to the model since: the optimizer may have
   // stepped. Version counters cannot tell, since LibTorch's SGD writes through tensor.data().
   bool maybe_stepped_ = false;
-  float deferred_inverse_ = 1;  // 1/scale of all deferred gradients
+  float deferred_inverse_ = 1;  // 1/scale of all deferred gradients, times a clipping factor
+  bool clipped_ = false;        // deferred_inverse_ has such a factor
   bool shown_ = false;          // some gradients are shown
 };
 

@@ -5,6 +5,7 @@
 #include "src/kernels/on_cuda.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/masters.h"
+#include "src/scaling/step_watch.h"
 
 #include <torch/types.h>
 
@@ -59,6 +60,7 @@ void Masters::show_gradients() {
         pair.deferred.counts(pair.master) ? pair.deferred.grad() : pair.master.grad();
     if (in_model.defined() || !grad.defined()) continue;
     in_model = pair.shown = grad;
+    pair.shown_version = version_of(grad);
     shown_ = true;
   }
 }
@@ -82,6 +84,14 @@ void Masters::hide_gradients() {
   }
 }
 
+bool Masters::has_changed_clipped() const {
+  return shown_ && clipped_ && std::ranges::any_of(pairs_, [](const Pair& pair) {
+           const at::Tensor& in_model = pair.parameter.grad();
+           return pair.shown.defined() && in_model.defined() && pair.deferred.counts(pair.master) &&
+                  (!in_model.is_same(pair.shown) || version_of(in_model) != pair.shown_version);
+         });
+}
+
 void Masters::take_gradients(Gradients& pass) {
   const StateMode mode;
   hide_gradients();
@@ -98,10 +108,16 @@ bool Masters::take_gradients(float inverse_scale) {
   const StateMode mode;
   Gradients pass(inverse_scale);
   take_gradients(pass);
+  std::vector<at::Tensor> earlier;  // to which the pass adds: they may have overflowed before
+  for (const Pair& pair : pairs_) {
+    if (pair.master.grad().defined() && pair.master.grad().layout() == at::kStrided)
+      earlier.push_back(pair.master.grad());
+  }
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     pass.unscale(parameter);  // the pass has the masters already
   });
   std::vector<at::Tensor> found_inf;
+  check_finite(earlier, 1.0F, found_inf);
   pass.run(found_inf);
   return any_found_inf(found_inf);
 }
@@ -127,6 +143,7 @@ bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& foun
   const StateMode mode;
   maybe_stepped_ = true;
   deferred_inverse_ = inverse_scale;
+  clipped_ = false;
   std::vector<at::Tensor> grads;
   for (Pair& pair : pairs_) {
     pair.deferred.drop();  // of an earlier backward, if its placeholder was dropped
@@ -155,6 +172,7 @@ Masters::Deferred Masters::deferred_gradients() {
 
 void Masters::scale_deferred_gradients(double factor) {
   deferred_inverse_ = static_cast<float>(double{deferred_inverse_} * factor);
+  clipped_ = true;
 }
 
 bool Masters::take_deferred(Pair& pair) {

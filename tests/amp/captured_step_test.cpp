@@ -122,6 +122,19 @@ TEST_F(CapturedSteps, ClipTheNormOfAllGradients) {
     Training got(sgd, options, clipping);
     for (std::uint64_t i = 0; i < 6; ++i) expect_same_step(got, want, batch(i));
   }
+  // The squares of a finite gradient overflow fp32.
+  {
+    torch::nn::Linear model(torch::nn::LinearOptions(4, 1).bias(false));
+    torch::nn::init::zeros_(model->weight);
+    optim::FusedSGD optimizer(model->parameters(), optim::FusedSGDOptions(1));
+    auto mixed = initialize(model, optimizer, Options("O1").dtype(torch::kBFloat16).verbosity(0));
+    CapturedStep step(
+        mixed, optimizer,
+        [&](const std::vector<at::Tensor>& batch) { return mixed.forward(model, batch[0]).sum(); },
+        CapturedStepOptions().max_grad_norm(1));
+    EXPECT_EQ(step.run({torch::full({1, 4}, 3e19F)}).step, Step::stepped);
+    EXPECT_LT((model->weight.detach() + 0.5).abs().max().item<double>(), 1e-6);
+  }
   // The step is as long as the clipped gradient.
   Training training(sgd, Options("O0"), clipping);
   for (std::uint64_t i = 0; i < 5; ++i) {

@@ -186,6 +186,36 @@ TEST(DeferredGradientsOfAdam, AreMovedAsTheyWereClipped) {
   EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.005, 1e-5);
 }
 
+// The model shows them as they were, and step() multiplies what it reads.
+TEST(DeferredGradientsOfAdam, AreNotChangedAfterTheyWereClipped) {
+  for (const bool in_place : {false, true}) {
+    Trained trained(adam());
+    trained.backward(0);
+    trained.mixed.clip_grad_norm_(*trained.optimizer, 0.01);
+    const at::Tensor parameter = trained.model->parameters()[0];
+    if (in_place) {
+      parameter.mutable_grad().add_(1);
+    } else {
+      parameter.mutable_grad() = parameter.grad() + 1;
+    }
+    const at::Tensor before = trained.masters()[0].detach().clone();
+    test::expect_error([&] { trained.mixed.step(*trained.optimizer); },
+                       {"[amp.mixed_precision.step]", "before clip_grad_norm_"});
+    test::expect_error([&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1); },
+                       {"before clip_grad_norm_"});
+    expect_bitwise_equal(trained.masters()[0], before);
+    trained.mixed.zero_grad(*trained.optimizer);
+    trained.backward(1);
+    EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+  }
+  // Not clipped, because the norm was small enough.
+  Trained trained(adam());
+  trained.backward(0);
+  trained.mixed.clip_grad_norm_(*trained.optimizer, 1e6);
+  trained.model->parameters()[0].mutable_grad().add_(1);
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+}
+
 TEST(DeferredGradientsOfAdam, AreNotClippedWhereTheyAreNotFinite) {
   Trained trained(adam());
   const at::Tensor loss = trained.loss(1) * std::numeric_limits<float>::infinity();

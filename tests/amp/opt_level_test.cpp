@@ -33,6 +33,13 @@ std::string error_of(const std::function<void()>& run) {
   return message_of<Error>(run);
 }
 
+// A text would be true, also "False".
+template <typename Value>
+concept IsSwitch = requires(Options options, const Value& value) {
+  options.enabled(value);
+} || requires(Options options, const Value& value) { options.patch_torch_functions(value); };
+static_assert(IsSwitch<bool> && !IsSwitch<char[6]> && !IsSwitch<const char*>);
+
 TEST(OptLevel, NamesParseBack) {
   for (const OptLevel level : {OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
     EXPECT_EQ(parse_opt_level(name_of(level)), level);

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <sstream>
 #include <string>
 
 namespace semitone::amp::scaled_loss_test {
@@ -116,6 +117,23 @@ TEST(ScaledLoss, ALossThatNamesTwoOptimizersSkipsBothStepsOnce) {
   gan.iterate();
   EXPECT_EQ(gan.d_step, Step::stepped);
   EXPECT_EQ(gan.g_step, Step::stepped);
+}
+
+TEST(ScaledLoss, AStepThatIsYetToBeSkippedIsInTheSavedState) {
+  Gan gan(gan_options("O2", torch::kHalf));
+  gan.iterate(2, /*name_both=*/true);
+  torch::serialize::OutputArchive out;
+  gan.mixed.save(out);
+  std::ostringstream stream;
+  out.save_to(stream);
+  std::istringstream file(stream.str());
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  Gan resumed(gan_options("O2", torch::kHalf));
+  resumed.mixed.load(in);
+  EXPECT_EQ(resumed.mixed.step(resumed.g_optimizer), Step::stepped);
+  EXPECT_EQ(resumed.mixed.step(resumed.d_optimizer), Step::skipped);
+  EXPECT_EQ(resumed.mixed.step(resumed.d_optimizer), Step::stepped);
 }
 
 TEST(ScaledLoss, ZeroGradForgetsAnOverflowWithTheGradientsThatItWasIn) {

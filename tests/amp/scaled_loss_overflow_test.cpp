@@ -47,6 +47,39 @@ TEST_P(ScaledLossAtEveryLevel, AnOverflowSkipsTheStepAndChangesNothing) {
   }
 }
 
+// As in torch: an inf stays in a gradient until somebody zeroes it.
+TEST_P(ScaledLossAtEveryLevel, WhatOverflowedIsNotSteppedOnLater) {
+  if (is_plain()) return;
+  for (const bool in_low : {false, true}) {
+    Trained trained(opts());
+    trained.overflow(in_low ? trained.model->b : trained.model->a);
+    EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped);
+    for (int i = 0; i < 2; ++i) {
+      trained.backward();
+      trained.mixed.step(trained.optimizer);
+      for (const at::Tensor& weight : trained.weights())
+        EXPECT_TRUE(weight.isfinite().all().item<bool>());
+    }
+    for (const bool set_to_none : {false, true}) {
+      trained.optimizer.zero_grad(set_to_none);
+      trained.model->zero_grad(set_to_none);
+      const auto before = trained.weights();
+      trained.backward();
+      EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::stepped);
+      EXPECT_FALSE(same_bits(trained.weights(), before));
+    }
+  }
+}
+
+TEST(ScaledLoss, ASecondStepAfterAnOverflowSkipsToo) {
+  Trained trained(dynamic_scale(options("O1")));
+  const auto before = trained.weights();
+  trained.overflow(trained.model->b);
+  EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped);
+  EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped);
+  EXPECT_TRUE(same_bits(trained.weights(), before));
+}
+
 TEST_P(ScaledLossAtEveryLevel, AnOverflowInOneOfSeveralAccumulatedBackwardsSkips) {
   if (is_plain()) return;
   for (const int broken : {0, 1, 2}) {

@@ -66,7 +66,8 @@ TEST(Autocast, NestsAndRestores) {
 TEST(Autocast, CanBeOffInsideAndOnAgainInsideThat) {
   const Autocast outer(kCpu, kBf16);
   {
-    const Autocast off(kCpu, kBf16, /*enabled=*/false);
+    const Autocast off(kCpu, torch::kFloat,
+                       /*enabled=*/false);  // as programs with a dtype option do
     EXPECT_FALSE(autocast_enabled(kCpu));
     EXPECT_EQ(product_dtype(), kFp32);
     {

@@ -236,6 +236,19 @@ TEST(MasterWeights, SetChangesBothSides) {
               HasSubstr("[amp.master_weights.set] expected a parameter that has a master"));
 }
 
+TEST(MasterWeights, AnOverflowIsFoundUntilItsGradientsAreZeroed) {
+  Pair pair;
+  const auto take = [&](float gradient) {
+    pair.weight.mutable_grad() = torch::full({4}, gradient, torch::kBFloat16);
+    return pair.masters.take_gradients();
+  };
+  EXPECT_TRUE(take(std::numeric_limits<float>::infinity()));
+  EXPECT_TRUE(take(1)) << "added to inf";
+  pair.master.mutable_grad().reset();
+  EXPECT_FALSE(take(1));
+  EXPECT_FALSE(take(1));
+}
+
 TEST(MasterWeights, MovedOnesGoOn) {
   Pair pair;
   MasterWeights moved = std::move(pair.masters);

@@ -124,10 +124,14 @@ class [[nodiscard]] MixedPrecision {
   /// gradients, but not for the optimizer's work, which is behind it in the device's queue. Results
   /// are the same. The log reports the skipped step then, without the name of a parameter.
   ///
-  /// Gradients are checked for inf and NaN, except in plain training: with a constant loss scale of
-  /// 1 and without master weights. Error while gradients are scaled: before ScaledLoss::finish(),
-  /// or after a backward pass with ScaleLossOptions::delay_unscale. For DivergedError see
-  /// LossScaleOptions::max_consecutive_skips; the step is then counted as skipped.
+  /// Gradients of scale_loss are checked for inf and NaN, except in plain training: with a constant
+  /// loss scale of 1 and without master weights. Those of `loss.backward()` alone are not, at any
+  /// level. If nothing zeroes gradients that overflowed, the steps after the skipped one are skipped
+  /// too, as in torch: the next gradients are added to them.
+  ///
+  /// Error while gradients are scaled: before ScaledLoss::finish(), or after a backward pass with
+  /// ScaleLossOptions::delay_unscale. For DivergedError see LossScaleOptions::max_consecutive_skips;
+  /// the step is then counted as skipped.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After
@@ -137,10 +141,10 @@ class [[nodiscard]] MixedPrecision {
   /// Clips the norm of the gradients of master_params, after backward and before step(), and
   /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
   /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
-  /// these stay in the model, and step() multiplies them by the clipping factor when it reads them.
-  /// If the norm is not finite, nothing is clipped, and step() skips. Exception: in plain training
-  /// gradients are not checked, so step() applies the non-finite gradients; use error_if_nonfinite
-  /// there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
+  /// these stay in the model as they are, and step() multiplies them by the clipping factor when it
+  /// reads them; to change gradients after they were clipped is an Error of step() there.
+  /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
+  /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
   /// and for a negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
   /// @param error_if_nonfinite  Error if the norm is inf or NaN, before anything is changed
@@ -204,9 +208,11 @@ class [[nodiscard]] MixedPrecision {
   /// fp32_weights(). Model, optimizer and this state may be loaded in any order, before or after
   /// the first step.
   ///
-  /// save() is an Error between scale_loss and step, while gradients exist; but not where scale_loss
-  /// changes nothing (a constant scale of 1, no masters): gradients there look like those of the last
-  /// step. A resumed run does not have them: save after step(). load() drops gradients.
+  /// save() is an Error between scale_loss and the step() or zero_grad() of this object; but not where
+  /// scale_loss changes nothing (a constant scale of 1, no masters): gradients there look like those
+  /// of the last step. A resumed run has no gradients, and load() drops them: save after the steps of
+  /// all optimizers. If a loss that was scaled for several optimizers overflowed, those that have not
+  /// stepped since skip their next step in a resumed run, too.
   /// It throws FileError, and changes nothing, unless level, dtype, the shapes of the masters and
   /// the numbers of models, optimizers and losses equal those of the saved run.
   void save(torch::serialize::OutputArchive& archive) const;

@@ -8,6 +8,7 @@
 #include <c10/core/MemoryFormat.h>
 #include <c10/core/ScalarType.h>
 
+#include <concepts>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -47,6 +48,8 @@ class Options {
   /// False: initialize changes nothing, forward calls the model, scale_loss does not scale, and
   /// step calls optimizer.step(). Default true.
   Options& enabled(bool value);
+  template <std::convertible_to<const char*> Text>
+  Options& enabled(const Text& value) = delete;  ///< would be true, also for "False"
   /// The 16-bit dtype: fp16 or bf16. Default: default_16bit_dtype of the device.
   Options& dtype(c10::ScalarType value);
   /// The device of the models. Default: the device with most of their elements. initialize throws
@@ -61,6 +64,8 @@ class Options {
   /// effect, hence the name.) True is an Error at other levels than O1. Default: true at O1, else
   /// false.
   Options& patch_torch_functions(bool value);
+  template <std::convertible_to<const char*> Text>
+  Options& patch_torch_functions(const Text& value) = delete;
   /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
   /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: true at O2, else false.
   Options& keep_batchnorm_fp32(detail::Flag value);

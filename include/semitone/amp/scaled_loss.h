@@ -27,7 +27,9 @@ struct ScaleLossOptions {
 /// value(), call torch's backward on the result, and then call finish(). The destructor calls
 /// finish() if it was not called. If an exception destroys the object, the gradients get their
 /// earlier values back, and gradients of earlier passes with delay_unscale are dropped. The same
-/// happens, with a warning, if nothing was back-propagated.
+/// happens, with a warning, if nothing was back-propagated. None of this, and no check for overflow,
+/// happens in plain training: with a constant loss scale of 1 and without master weights, backward()
+/// is torch's.
 ///
 /// All parameters of the models get unscaled gradients, at every level, as from torch's backward. A
 /// GAN therefore zeroes the discriminator's gradients after the generator's loss. If a gradient of
@@ -39,7 +41,8 @@ struct ScaleLossOptions {
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
 /// semitone::optim optimizer with a scale of 1, on the CPU and on devices with Semitone's kernels.)
 /// Clipping, averaging over ranks and any other change, in place or by another tensor, therefore
-/// takes effect in the step. After the next forward() of the model, `parameter.grad()` is undefined
+/// takes effect in the step. (Where gradients are 16-bit, make changes before
+/// MixedPrecision::clip_grad_norm_, whose factor the step applies.) After the next forward() of the model, `parameter.grad()` is undefined
 /// for parameters with a master weight until the next backward.
 ///
 /// Finish one loss before the next: between value() and finish(), value() of another ScaledLoss of
@@ -60,8 +63,8 @@ class [[nodiscard]] ScaledLoss {
   const at::Tensor& value() &;
   const at::Tensor& value() && = delete;  // keep the ScaledLoss, or call its backward()
 
-  /// Back-propagates and finishes. If backward throws, the gradients are restored and the exception
-  /// propagates. Error at a second call.
+  /// Back-propagates and finishes. If backward throws, the gradients are restored (except in plain
+  /// training) and the exception propagates. Error at a second call.
   /// @param gradient  for a loss that is not a scalar, as in torch::Tensor::backward
   void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
                 bool create_graph = false);

@@ -60,7 +60,8 @@ class [[nodiscard]] Autocast {
 
   /// Enters a region with the default policy, CastPolicy::semitone, for a device. If device is CUDA
   /// and there is no GPU, nothing is cast, and a warning is logged once.
-  /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other.
+  /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other. Not used
+  ///                 if enabled is false.
   /// @param enabled  false: operators on this device run without casts in the scope, also inside an
   ///                 enabled region
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt,

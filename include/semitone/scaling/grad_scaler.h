@@ -89,8 +89,10 @@ class GradScaler {
   /// A parameter may be in several optimizers. A gradient that was unscaled for one of them since
   /// the last update is only checked for the others, even if it was clipped in the meantime. The
   /// gradient is unscaled again if another tensor has replaced it, or if it was changed in place
-  /// after the start of another backward pass of a loss from scale(). Call zero_grad() before such
-  /// a backward pass: it would add a scaled gradient to one that is not scaled any more.
+  /// after the last scale() and the backward pass of a scaled loss has begun since it was unscaled:
+  /// with several losses, call scale() for each one before its own backward pass. Call zero_grad()
+  /// before a backward pass that follows unscale_(): it would add a scaled gradient to one that is
+  /// not scaled any more.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls optimizer.step() unless a gradient is inf or NaN. Unscales first if unscale_() was not
