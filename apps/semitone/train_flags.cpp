@@ -267,15 +267,10 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
   train::TrainOptions options = flags.options;
   options.opt_level(level).device(flags.find_device()).group(group);
-  options.batch_size(flags.batch_size(group.size()));
-  if (level == amp::OptLevel::O0) return options;
+  options.batch_size(flags.batch_size(group.size())).fp8(flags.fp8);
+  if (level == amp::OptLevel::O0 || flags.policy.empty()) return options;
   const amp::CastTarget target(options.device().type(), train::training_dtype(options));
-  if (!flags.policy.empty()) options.policy(policy_of(flags.policy, target, kTrain));
-  if (!flags.fp8) return options;
-  auto policy = options.policy().value_or(amp::CastPolicy::semitone(target));
-  // Options of fp8 in a policy file stay.
-  if (!policy.fp8_options().has_value()) policy.fp8();
-  options.policy(std::move(policy));
+  options.policy(policy_of(flags.policy, target, kTrain));
   return options;
 }
 

@@ -6,6 +6,7 @@
 #include "src/core/archive.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
+#include "src/core/utf8.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -158,6 +159,8 @@ Checkpoint& Checkpoint::add(const std::string& name, const at::Generator& genera
 
 Checkpoint& Checkpoint::add_setting(const std::string& name, const std::string& value) {
   if (name.empty()) throw Error("checkpoint.add_setting", "a name", "an empty text");
+  if (!is_utf8(name) || !is_utf8(value))
+    throw Error("checkpoint.add_setting", "a name and a value in UTF-8", name + " " + value);
   if (!impl_->settings.emplace(name, value).second)
     throw Error("checkpoint.add_setting", "names that differ", "'" + name + "' twice");
   return *this;

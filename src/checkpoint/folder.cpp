@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/checkpoint/files.h"
 #include "src/core/log.h"
+#include "src/core/parse_number.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -12,7 +13,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdio>
 #include <string_view>
 #include <system_error>
@@ -31,11 +31,8 @@ constexpr std::size_t kDigits = 8;                 // at least
 // The step of a complete checkpoint's directory. Only the name that complete_path() gives is one.
 std::optional<std::int64_t> step_of(const std::string& name) {
   if (!name.starts_with(kPrefix) || name.size() < kPrefix.size() + kDigits) return std::nullopt;
-  std::int64_t step = 0;
-  const char* const end = name.data() + name.size();
-  const auto [rest, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
-  if (error != std::errc() || rest != end) return std::nullopt;
-  return complete_path("", step) == name ? std::optional(step) : std::nullopt;
+  const auto step = parse_number<std::int64_t>(std::string_view(name).substr(kPrefix.size()));
+  return step.has_value() && complete_path("", *step) == name ? step : std::nullopt;
 }
 
 [[noreturn]] void fail_in(const fs::path& directory, int reason, std::string_view remedy = {}) {
@@ -55,6 +52,13 @@ std::vector<fs::path> entries_in(const fs::path& directory, std::error_code& err
        entry.increment(error))
     entries.push_back(entry->path());
   return entries;
+}
+
+// Whether there is something else than a directory. If the system cannot say, there may be one.
+bool is_another_kind_of_file(const fs::path& path) {
+  std::error_code ignored;
+  const auto status = fs::status(path, ignored);
+  return fs::exists(status) && !fs::is_directory(status);
 }
 
 // Creates the directory with its parents, and flushes their entries.
@@ -101,18 +105,27 @@ bool lock(const Descriptor& directory) {
   return ::flock(directory.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
 }
 
-// Gives checkpoints that were to be replaced their names back, if the process was killed before
-// others had them.
-void recover_locked(const fs::path& directory) {
+// Checkpoints that were to be replaced by others, which do not have their names yet: where they are,
+// and their names.
+std::vector<std::pair<fs::path, fs::path>> left_without_names(const fs::path& directory) {
+  std::vector<std::pair<fs::path, fs::path>> found;
   std::error_code error;
   for (const fs::path& path : entries_in(directory, error)) {
     if (!path.filename().string().ends_with(kOld)) continue;
     std::string name = path.filename().string();
     name.resize(name.size() - kOld.size());
-    const fs::path complete = directory / name;
+    fs::path complete = directory / name;
     if (step_of(name).has_value() && !fs::exists(fs::symlink_status(complete, error)))
-      fs::rename(path, complete, error);
+      found.emplace_back(path, std::move(complete));
   }
+  return found;
+}
+
+// Gives them their names back: the process was killed before the others had them.
+void recover_locked(const fs::path& directory) {
+  std::error_code ignored;
+  for (const auto& [path, complete] : left_without_names(directory))
+    fs::rename(path, complete, ignored);
 }
 
 }  // namespace
@@ -130,7 +143,7 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
   std::error_code error;
   for (const fs::path& path : entries_in(directory, error)) {
     const auto step = step_of(path.filename().string());
-    if (step.has_value()) steps.push_back(*step);
+    if (step.has_value() && !is_another_kind_of_file(path)) steps.push_back(*step);
   }
   if (error && error != std::errc::no_such_file_or_directory) {
     throw FileError("checkpoint",
@@ -142,8 +155,11 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
 }
 
 std::vector<std::int64_t> steps_to_resume_in(const fs::path& directory) {
-  if (const Descriptor opened = open_directory(directory); opened.is_open() && lock(opened))
-    recover_locked(directory);
+  // Another process cannot save while this one has the lock, so it is taken only if it is needed.
+  if (!left_without_names(directory).empty()) {
+    if (const Descriptor opened = open_directory(directory); opened.is_open() && lock(opened))
+      recover_locked(directory);
+  }
   return steps_in(directory);
 }
 

@@ -16,6 +16,9 @@
 // The directory of a run's checkpoints. It has directories of two kinds: "step-00000120", which are
 // complete, and "step-00000120.partial", which a process is writing or deleting, or was when it
 // ended. A checkpoint becomes complete by a rename, and stops being one by a rename.
+//
+// A process that saves locks the directory (flock). On NFS, Linux keeps locks of directories to the
+// machine: processes of two machines do not see each other's.
 namespace semitone::checkpoint {
 
 std::filesystem::path complete_path(const std::filesystem::path& directory, std::int64_t step);
@@ -26,7 +29,8 @@ std::filesystem::path partial_path(const std::filesystem::path& directory, std::
 std::vector<std::int64_t> steps_in(const std::filesystem::path& directory);
 
 // The same where a run is resumed: a checkpoint that a killed process was about to replace gets its
-// name back, unless another process is saving.
+// name back, unless another process is saving. Does not keep others from saving, except while there
+// is such a checkpoint.
 std::vector<std::int64_t> steps_to_resume_in(const std::filesystem::path& directory);
 
 // A checkpoint that is being written, by one process at a time. The destructor removes it unless it

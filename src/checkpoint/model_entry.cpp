@@ -6,6 +6,7 @@
 #include "src/checkpoint/entry.h"
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
+#include "src/core/utf8.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/serialize.h>
@@ -32,6 +33,8 @@ bool is_lowered(const at::Tensor& tensor) {
 }
 
 TensorRecord record_of(const std::string& name, const at::Tensor& tensor) {
+  // The manifest is JSON, which has no other text.
+  if (!is_utf8(name)) throw Error("checkpoint", "names of tensors in UTF-8", "'" + name + "'");
   if (tensor.layout() != at::kStrided) {
     throw Error("checkpoint", "dense tensors",
                 c10::str(name.empty() ? "one" : "'" + name + "'", " of layout ", tensor.layout()),

@@ -5,6 +5,12 @@
 #include "src/checkpoint/entry.h"
 #include "src/core/distinct_parameters.h"
 
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
 #include <fmt/format.h>
@@ -22,6 +28,32 @@ namespace {
 
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
+
+void widen_tensor(at::Tensor& tensor) {
+  if (tensor.defined() && is_16bit(tensor.scalar_type())) tensor = tensor.to(at::kFloat);
+}
+
+// Converts the 16-bit tensors of a state of LibTorch's optimizers to fp32. Others, such as
+// Semitone's, choose the dtypes of their state themselves.
+void widen_state(torch::optim::OptimizerParamState& state) {
+  const auto widen = [](auto&... tensors) { (widen_tensor(tensors), ...); };
+  if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
+    widen(sgd->momentum_buffer());
+  } else if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
+    widen(adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq());
+  } else if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) {
+    widen(adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq());
+  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
+    widen(rmsprop->square_avg(), rmsprop->momentum_buffer(), rmsprop->grad_avg());
+  } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
+    widen(adagrad->sum());
+  } else if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
+    widen(lbfgs->d(), lbfgs->H_diag(), lbfgs->prev_flat_grad());
+    for (auto* const history : {&lbfgs->old_dirs(), &lbfgs->old_stps(), &lbfgs->ro()}) {
+      for (at::Tensor& tensor : *history) widen_tensor(tensor);
+    }
+  }
+}
 
 class OptimizerEntry final : public Entry {
  public:
@@ -59,6 +91,7 @@ class OptimizerEntry final : public Entry {
     for (const c10::Device device : std::set<c10::Device, ByName>(all.begin(), all.end())) {
       if (device != all.front()) read_states_of(device, source);
     }
+    widen_states();
   }
 
   // Without a copy: loading makes new states.
@@ -101,6 +134,19 @@ class OptimizerEntry final : public Entry {
       }
     }
     std::swap(others, optimizer_.state());
+  }
+
+  // A run at O3 has saved 16-bit state. A parameter that is fp32 here needs it in fp32: in bf16,
+  // Adam's average of squares times 0.999 is rounded to what it was, and would never decay.
+  void widen_states() {
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (parameter.scalar_type() != at::kFloat) continue;
+        const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+        if (state != optimizer_.state().end() && state->second != nullptr)
+          widen_state(*state->second);
+      }
+    }
   }
 
   torch::optim::Optimizer& optimizer_;

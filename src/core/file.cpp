@@ -35,13 +35,21 @@ bool is_open_file(const fs::path& path) {
          name == "/dev/stderr";
 }
 
+// The most symbolic links that Linux follows.
+constexpr int kMaxLinks = 40;
+
 Target target_of(const fs::path& path) {
   std::error_code ignored;
   const auto status = fs::status(path, ignored);
   const bool is_other = status.type() != fs::file_type::regular && fs::exists(status);
   if (is_other || is_open_file(path)) return {path, false};
-  const bool is_link = fs::is_symlink(fs::symlink_status(path, ignored));
-  return {is_link ? fs::weakly_canonical(path, ignored) : path, true};
+  // One by one: the file at the end need not exist yet.
+  fs::path end = path;
+  for (int links = 0; links <= kMaxLinks; ++links) {
+    if (!fs::is_symlink(fs::symlink_status(end, ignored))) return {end, true};
+    end = end.parent_path() / fs::read_symlink(end, ignored);
+  }
+  return {path, false};  // they lead to each other, as the system says when the path is opened
 }
 
 // A new file in the target's folder, with a unique name, which is removed unless it becomes the
@@ -138,6 +146,11 @@ void require_writable(const fs::path& path, std::string_view component) {
   }
   const Partial partial(target);
   if (!partial.file().is_open()) fail(component, path, errno);
+}
+
+void require_writable_folder(const fs::path& folder, std::string_view component) {
+  const Partial partial(Target{folder / "new", true});
+  if (!partial.file().is_open()) fail(component, folder, errno);
 }
 
 }  // namespace semitone

@@ -10,8 +10,10 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -96,6 +98,15 @@ at::Tensor gathered(double mine, const comm::Group& group) {
   return torch::tensor(all, torch::kDouble);
 }
 
+// @param failure  a std::exception
+std::string text_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return checkpoint::message_of(error);
+  }
+}
+
 }  // namespace
 
 Checkpoints::Checkpoints(const TrainOptions& options, const Training& training, RunConfig config)
@@ -119,6 +130,11 @@ checkpoint::Checkpoint Checkpoints::make(const fs::path& directory) {
 }
 
 std::optional<fs::path> Checkpoints::resume() {
+  // The saved run may have had another eps, that of its level: see make_optimizer. The rate is set
+  // before each step, and all other options are equal.
+  auto& groups = training_.optimizer.param_groups();
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> own_options;
+  for (const auto& group : groups) own_options.push_back(group.options().clone());
   fs::path directory = options_.checkpoint_dir();
   std::optional<std::int64_t> step;
   if (options_.resume_auto()) {
@@ -129,6 +145,7 @@ std::optional<fs::path> Checkpoints::resume() {
     require_last(std::nullopt);
   }
   if (!step.has_value()) return std::nullopt;
+  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].set_options(std::move(own_options[g]));
   restore_position(*step);
   return checkpoint::complete_path(directory, *step);
 }
@@ -180,9 +197,9 @@ void Checkpoints::restore_position(std::int64_t step) {
 void Checkpoints::require_writable() const {
   if (!own_.has_value()) return;
   on_rank_0(options_.group(), [&] {
-    // The directory, or the one in which it will be created.
+    // The directory, or the one in which it will be created. "link/.." is where the system finds it.
     std::error_code ignored;
-    fs::path place = fs::absolute(own_->directory()).lexically_normal();
+    fs::path place = own_->directory();
     while (!fs::exists(fs::status(place, ignored)) && place.has_relative_path())
       place = place.parent_path();
     if (!fs::is_directory(place, ignored)) {
@@ -190,7 +207,7 @@ void Checkpoints::require_writable() const {
                       fmt::format("to write checkpoints in '{}'", own_->directory().string()),
                       "Not a directory", "choose another --checkpoint-dir");
     }
-    semitone::require_writable(place / "checkpoint", kCheckpoints);
+    require_writable_folder(place, kCheckpoints);
     return std::string();
   });
 }
@@ -199,7 +216,7 @@ void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
   if (!own_.has_value() || last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
-  if (const auto error = wait()) log()->error("{}", error->what());
+  if (const auto failure = wait()) log()->error("{}", text_of(failure));
   own_->save_async(step);
   last_ = step;
 }
@@ -208,12 +225,14 @@ void Checkpoints::wait_for_copy() {
   if (own_.has_value()) own_->wait_for_copy();
 }
 
-std::optional<FileError> Checkpoints::wait() {
+std::exception_ptr Checkpoints::wait() {
   try {
     if (own_.has_value()) own_->wait();
-    return std::nullopt;
-  } catch (const FileError& error) {
-    return error;
+    return nullptr;
+  } catch (const CommError&) {
+    throw;  // a rank is lost: the training cannot go on
+  } catch (const std::exception&) {
+    return std::current_exception();
   }
 }
 

@@ -3,7 +3,6 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
-#include "semitone/core/error.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "src/train/run_config.h"
 #include "src/train/train_options.h"
@@ -12,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <optional>
 
@@ -45,7 +45,7 @@ class Checkpoints {
   Checkpoints& operator=(const Checkpoints&) = delete;
 
   // Loads the checkpoint that the options name, sets the position, and returns the directory of that
-  // step. Returns std::nullopt for a new run.
+  // step. Returns std::nullopt for a new run. The optimizer keeps this run's options.
   //
   // FileError as checkpoint::Checkpoint::resume, if there is no such checkpoint, or if the options'
   // directory has checkpoints of another run or of later steps.
@@ -56,14 +56,16 @@ class Checkpoints {
 
   // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
   // without a directory in the options. A thread copies the state and writes the files. If it could
-  // not write those of the save before, that is logged: a disk may have been full for a while only.
+  // not write those of the save before, that is logged: a disk may have been full, or checkpoints of
+  // another run in the way, for a while only.
   void save();
 
   // Waits until the last save() has copied the state. Called before a step of the optimizer.
   void wait_for_copy();
 
-  // Waits for the files of the last save(). Returns the FileError if they could not be written.
-  std::optional<FileError> wait();
+  // Waits for the files of the last save(). Returns the exception if they could not be written: on
+  // all processes, though not the same one. CommError is thrown.
+  std::exception_ptr wait();
 
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);

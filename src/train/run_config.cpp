@@ -27,8 +27,12 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const 
   config.insert(data.settings.begin(), data.settings.end());
   if (find_optimizer(options.optimizer()).has_momentum)
     config["--momentum"] = text(options.momentum());
-  if (options.policy().has_value() && options.opt_level() != amp::OptLevel::O0)
-    config["--policy"] = options.policy()->to_json();
+  const auto& policy = options.policy();
+  const bool has_casts = options.opt_level() != amp::OptLevel::O0;
+  if (has_casts && policy.has_value()) config["--policy"] = policy->to_json();
+  // Only if it adds something to the policy.
+  if (has_casts && options.fp8() && !(policy.has_value() && policy->fp8_options().has_value()))
+    config["--fp8"] = text(true);
   // A constant rate does not depend on the end, so the end may change.
   if (options.schedule() != Schedule::constant) config["--epochs"] = text(options.epochs());
   // Only a run with checkpoints needs it.

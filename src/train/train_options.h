@@ -38,6 +38,9 @@ class TrainOptions {
   // Cast policy of O1; at O2 and O3, which parameters stay in fp32, which products are in fp8, and
   // which operators run in Semitone's kernels. Not used at O0. Default: CastPolicy::semitone.
   TORCH_ARG(std::optional<amp::CastPolicy>, policy);
+  // Compute as CastPolicy::fp8 says, added to the policy. Options of fp8 in the policy stay. Not used
+  // at O0.
+  TORCH_ARG(bool, fp8) = false;
   // Loss scale. Default: the level's, see amp::OptLevel.
   TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);
 

@@ -30,7 +30,9 @@
 
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,13 +47,27 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+bool has_fp8(const std::optional<amp::CastPolicy>& policy) {
+  return policy.has_value() && policy->fp8_options().has_value();
+}
+
+// The policy with fp8, if the options ask for it. None: the level's.
+std::optional<amp::CastPolicy> policy_of(const TrainOptions& options) {
+  auto policy = options.policy();
+  if (!options.fp8() || options.opt_level() == amp::OptLevel::O0 || has_fp8(policy)) return policy;
+  if (!policy.has_value())
+    policy = amp::CastPolicy::semitone({options.device().type(), training_dtype(options)});
+  policy->fp8();
+  return policy;
+}
+
 amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
   amp::Options result = precision_of(options).amp_options(format);
   result.loss_scale_options(amp::LossScaleOptions()
                                 .growth_interval(options.growth_interval())
                                 .max_consecutive_skips(options.max_consecutive_skips()));
   if (options.loss_scale().has_value()) result.loss_scale(*options.loss_scale());
-  if (options.policy().has_value()) result.policy(*options.policy());
+  if (const auto policy = policy_of(options)) result.policy(*policy);
   return result;
 }
 
@@ -88,25 +104,24 @@ class Run {
     if (position_.step < count_.end) checkpoints_.require_writable();
     train_to_end();
     checkpoints_.save();
-    const std::optional<FileError> not_saved = checkpoints_.wait();
+    const std::exception_ptr not_saved = checkpoints_.wait();
     constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
     const bool is_complete = stop_signal_ == 0;
     const TrainResult done = result(is_complete ? test() : Tested{kNone, kNone});
     if (is_complete && !options_.save_weights().empty() && group().rank() == 0)
       weights::save(setup_.handle, options_.save_weights());
-    if (not_saved) throw *not_saved;  // after what needs no checkpoint
+    if (not_saved) std::rethrow_exception(not_saved);  // after what needs no checkpoint
     return done;
   }
 
  private:
-  bool has_fp8() const {
-    return options_.opt_level() != amp::OptLevel::O0 && options_.policy().has_value() &&
-           options_.policy()->fp8_options().has_value();
+  bool computes_in_fp8() const {
+    return options_.opt_level() != amp::OptLevel::O0 && has_fp8(policy_of(options_));
   }
 
   // From the second step on, all ranks use the same scales in fp8.
   void agree_on_fp8() {
-    if (!has_fp8() || group().size() == 1) return;
+    if (!computes_in_fp8() || group().size() == 1) return;
     setup_.mixed.fp8_scaling().set_amax_hook(
         [group = group()](at::Tensor& amax) { group.all_reduce(amax, comm::ReduceOp::max); });
   }
@@ -242,7 +257,7 @@ class Run {
     result.kind = kind_;
     result.opt_level = options_.opt_level();
     result.dtype = training_dtype(options_);
-    result.fp8 = has_fp8();
+    result.fp8 = computes_in_fp8();
     result.memory_format = format_;
     result.epochs = options_.epochs();
     result.steps = position_.step;

@@ -123,6 +123,11 @@ TEST_F(TuneCommand, AResumedTrainingHasTheSamePolicy) {
       train({"--max-steps", "8", "--checkpoint-dir", checkpoints, "--resume", "auto"}));
   EXPECT_FALSE(other.status.success());
   EXPECT_THAT(other.err, HasSubstr("--policy"));
+  const ProcessResult in_fp8 =
+      run_semitone(train({"--max-steps", "8", "--policy", "apex", "--fp8", "--checkpoint-dir",
+                          checkpoints, "--resume", "auto"}));
+  EXPECT_FALSE(in_fp8.status.success());
+  EXPECT_THAT(in_fp8.err, HasSubstr("expected --fp8 true in '" + checkpoints));
   EXPECT_TRUE(run_semitone(train({"--max-steps", "8", "--policy", "apex", "--checkpoint-dir",
                                   checkpoints, "--resume", "auto"}))
                   .status.success());

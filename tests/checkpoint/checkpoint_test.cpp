@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,23 @@ std::vector<Setting> all_settings() {
     }
   }
   return settings;
+}
+
+// The tensors of an optimizer's state, without those in lists.
+std::vector<at::Tensor> tensors_in(const torch::optim::OptimizerParamState& state) {
+  torch::serialize::OutputArchive saved;
+  state.serialize(saved);
+  std::stringstream stream;
+  saved.save_to(stream);
+  torch::serialize::InputArchive loaded;
+  loaded.load_from(stream);
+  std::vector<at::Tensor> tensors;
+  for (const std::string& key : loaded.keys()) {
+    c10::IValue value;
+    loaded.read(key, value);
+    if (value.isTensor()) tensors.push_back(value.toTensor());
+  }
+  return tensors;
 }
 
 class ResumedTraining : public testing::TestWithParam<Setting> {};
@@ -115,6 +133,12 @@ TEST(Checkpoint, OfOneLevelHasTheExactWeightsForAnyOther) {
         EXPECT_EQ(loaded.checkpoint(folder / "run").resume(), 3);
         EXPECT_THAT(log.text(), HasSubstr("loss scales start anew"));
         EXPECT_EQ(loaded.loss_sum, saved.loss_sum);
+        const bool is_fused = std::string(optimizer).find("Fused") != std::string::npos;
+        for (const auto& [parameter, state] : loaded.optimizer->state()) {
+          if (is_fused || std::string(to) == "O3") break;
+          for (const at::Tensor& tensor : tensors_in(*state))
+            EXPECT_EQ(tensor.scalar_type(), torch::kFloat);
+        }
         std::vector<at::Tensor> want;
         {
           const auto fp32 = saved.mixed.fp32_weights(saved.net);
@@ -132,6 +156,47 @@ TEST(Checkpoint, OfOneLevelHasTheExactWeightsForAnyOther) {
       }
     }
   }
+}
+
+// @param options  of the optimizer
+template <typename Optimizer, typename Options>
+void expect_fp32_state(const Options& options) {
+  const TemporaryFolder folder;
+  const auto step = [](const at::Tensor& weight, torch::optim::Optimizer& optimizer) {
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      at::Tensor loss = (weight - 3).square().sum();
+      loss.backward();
+      return loss;
+    });
+  };
+  const at::Tensor low = torch::ones({3}, torch::kBFloat16).requires_grad_();
+  Optimizer saved(std::vector<at::Tensor>{low}, options);
+  step(low, saved);
+  Checkpoint(folder / "run").add("optimizer", saved).save(1);
+  const at::Tensor wide = torch::ones({3}).requires_grad_();
+  Optimizer loaded(std::vector<at::Tensor>{wide}, options);
+  Checkpoint(folder / "run").add("optimizer", loaded).resume();
+  ASSERT_EQ(saved.state().size(), 1);
+  ASSERT_EQ(loaded.state().size(), 1);
+  auto want = tensors_in(*saved.state().begin()->second);
+  EXPECT_FALSE(want.empty());
+  for (at::Tensor& tensor : want) tensor = tensor.to(torch::kFloat);
+  EXPECT_TRUE(same_bits(tensors_in(*loaded.state().begin()->second), want));
+  step(wide, loaded);
+}
+
+// The state of a run at O3. LibTorch's optimizers average in its dtype, or refuse a mixture.
+TEST(Checkpoint, Of16BitParametersGivesFp32ParametersTheirStateInFp32) {
+  expect_fp32_state<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9));
+  expect_fp32_state<torch::optim::Adam>(torch::optim::AdamOptions(0.1).amsgrad(true));
+  expect_fp32_state<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1));
+  expect_fp32_state<torch::optim::RMSprop>(
+      torch::optim::RMSpropOptions(0.1).momentum(0.9).centered(true));
+  expect_fp32_state<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.1));
+  // So many iterations that all of its history is defined.
+  expect_fp32_state<torch::optim::LBFGS>(
+      torch::optim::LBFGSOptions(0.1).max_iter(4).history_size(2));
 }
 
 TEST(Checkpoint, RestoresValuesOfEveryType) {

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdint>
@@ -25,6 +26,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -239,6 +241,19 @@ TEST_F(CheckpointDirectory, LosesWhatKilledWritersLeft) {
               ElementsAre("notes.txt", "step-00000001", "step-00000003", "step-7"));
 }
 
+TEST_F(CheckpointDirectory, AFileWithTheNameOfACheckpointIsNone) {
+  auto checkpoint = make();
+  value_ = 3;
+  checkpoint.save(1);
+  write_text(checkpoint.directory() / "step-00000500", "");
+  value_ = 0;
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1));
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_EQ(value_, 3);
+  checkpoint.save(2);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 2));
+}
+
 // Where names cannot be exchanged, a checkpoint that is replaced has none for a moment.
 TEST_F(CheckpointDirectory, HasACheckpointAgainThatAKilledWriterWasReplacing) {
   for (const bool resumes : {true, false}) {
@@ -295,6 +310,26 @@ TEST_F(CheckpointDirectory, ThatAnotherProcessWritesIsAnError) {
   ::close(other);
   checkpoint.save(2);
   EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 2));
+}
+
+// One that waits for the first checkpoint of a run, for example.
+TEST_F(CheckpointDirectory, CanBeSavedWhileAnotherProcessLooksForACheckpointToResume) {
+  auto checkpoint = make();
+  std::atomic<bool> is_done = false;
+  std::thread reader([&] {
+    while (!is_done) steps_to_resume_in(folder_ / "run");
+  });
+  std::string failure;
+  for (std::int64_t step = 1; step <= 50 && failure.empty(); ++step) {
+    try {
+      checkpoint.save(step);
+    } catch (const FileError& error) {
+      failure = error.what();
+    }
+  }
+  is_done = true;
+  reader.join();
+  EXPECT_EQ(failure, "");
 }
 
 TEST_F(CheckpointDirectory, ThatIsAFileIsAnError) {

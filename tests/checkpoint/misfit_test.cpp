@@ -219,6 +219,20 @@ TEST(CheckpointUse, RefusesNamesThatAreNoFileNames) {
   expect_error([&] { checkpoint.add("value", value); }, {"'value' twice"});
 }
 
+TEST(CheckpointUse, RefusesTextThatIsNotUtf8) {
+  const TemporaryFolder folder;
+  Checkpoint checkpoint(folder / "run");
+  expect_error([&] { checkpoint.add_setting("--data", "\xE4"); },
+               {"[checkpoint.add_setting]", "in UTF-8, got --data "});
+  expect_error([&] { checkpoint.add_setting("\xFF", "1"); }, {"[checkpoint.add_setting]"});
+  torch::nn::Linear model(2, 2);
+  model->register_buffer("gr\xF6\xDF", torch::ones({1}));
+  checkpoint.add("model", model);
+  expect_error([&] { checkpoint.save(1); }, {"names of tensors in UTF-8, got 'gr"});
+  EXPECT_THAT(checkpoint.steps(), ElementsAre());
+  checkpoint.add_setting("--data", "\xC3\xA4");
+}
+
 TEST(CheckpointUse, RefusesEmptyOnes) {
   const TemporaryFolder folder;
   std::int64_t value = 1;

@@ -74,6 +74,30 @@ TEST(WriteFile, KeepsASymbolicLinkAndReplacesWhatItNames) {
   EXPECT_EQ(read_text(folder / "real"), "new");
 }
 
+TEST(WriteFile, MakesTheFileAtTheEndOfSymbolicLinks) {
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "below");
+  fs::create_symlink("../link", folder / "below" / "link");
+  fs::create_symlink(folder / "real", folder / "link");
+  write_file(folder / "below" / "link", "new", "test");
+  EXPECT_TRUE(fs::is_symlink(folder / "below" / "link"));
+  EXPECT_TRUE(fs::is_symlink(folder / "link"));
+  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(folder / "real")));
+  EXPECT_EQ(read_text(folder / "real"), "new");
+}
+
+TEST(WriteFile, RefusesSymbolicLinksThatLeadToEachOther) {
+  const TemporaryFolder folder;
+  fs::create_symlink("there", folder / "here");
+  fs::create_symlink("here", folder / "there");
+  EXPECT_THAT(
+      message_of([&] { write_file(folder / "here", "x", "test"); }),
+      AllOf(HasSubstr((folder / "here").string()), HasSubstr("Too many levels of symbolic links")));
+  EXPECT_THROW(require_writable(folder / "here", "test"), FileError);
+  EXPECT_TRUE(fs::is_symlink(folder / "here"));
+  EXPECT_EQ(files_in(folder), 2U);
+}
+
 TEST(WriteFile, WritesThroughADeviceInsteadOfReplacingIt) {
   write_file("/dev/null", "gone", "test");
   EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
@@ -178,6 +202,17 @@ TEST(RequireWritable, RefusesWhatCannotBeWritten) {
   EXPECT_THROW(require_writable(folder / "no" / "a", "test"), FileError);
   EXPECT_THROW(require_writable(folder.path(), "test"), FileError);
   EXPECT_THROW(require_writable("/proc/semitone", "test"), FileError);
+}
+
+TEST(RequireWritable, OfAFolderDoesNotDependOnWhatIsInIt) {
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "new");
+  require_writable_folder(folder.path(), "test");
+  EXPECT_EQ(files_in(folder), 1U);
+  EXPECT_THAT(message_of([&] { require_writable_folder(folder / "no", "test.room"); }),
+              AllOf(HasSubstr("[test.room]"), HasSubstr((folder / "no").string()),
+                    HasSubstr("No such file or directory")));
+  EXPECT_THROW(require_writable_folder("/proc", "test"), FileError);
 }
 
 }  // namespace

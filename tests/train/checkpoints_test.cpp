@@ -97,6 +97,40 @@ TEST_F(SavingTest, ASaveThatFailsIsLoggedAndTheNextOneTriesAgain) {
   EXPECT_EQ(steps_in(run_).back(), 10);
 }
 
+// Not only of files: those of another run are in the way.
+TEST_F(SavingTest, ASaveThatIsRefusedIsLoggedAndTheNextOneTriesAgain) {
+  const fs::path later = run_ / "step-00000500";
+  int steps = 0;
+  const auto put_one_there = [&] {
+    ++steps;
+    if (steps == 3) fs::create_directories(later);
+    if (steps == 9) fs::remove(later);  // the save of step 8 has waited for that of step 4
+    return 0;
+  };
+  const test::CapturedLog log;
+  train_classifier(drop_net, data(), options().save_every({.steps = 4}).stop_signal(put_one_there));
+  EXPECT_THAT(log.text(), HasSubstr("expected a step after 500"));
+  EXPECT_EQ(steps_in(run_).back(), 10);
+}
+
+TEST_F(SavingTest, IfTheLastSaveIsRefusedTheErrorIsThrownAfterTheTest) {
+  int steps = 0;
+  const auto put_one_there = [&] {
+    if (++steps == 3) fs::create_directories(run_ / "step-00000500");
+    return 0;
+  };
+  const test::CapturedLog log;
+  Recorder recorder;
+  EXPECT_THAT(test::error_of([&] {
+                train_classifier(drop_net, data(),
+                                 options().save_every({.steps = 4}).stop_signal(put_one_there),
+                                 recorder);
+              }),
+              HasSubstr("expected a step after 500"));
+  EXPECT_EQ(recorder.steps.size(), 10);
+  EXPECT_EQ(recorder.tests.size(), 1);
+}
+
 TEST_F(SavingTest, IfTheLastSaveFailsTheErrorIsThrownAfterTheTest) {
   int steps = 0;
   const auto put_a_file_there = [&] {
@@ -154,6 +188,21 @@ TEST_F(SavingTest, AnImpossibleDirectoryIsReportedBeforeTraining) {
   EXPECT_THROW(train_classifier(drop_net, data(), options().lr(1e30).opt_level(OptLevel::O0)),
                DivergedError);
   EXPECT_FALSE(fs::exists(run_));
+}
+
+TEST_F(SavingTest, ADirectoryIsCreatedBesideAFolderOfAnyName) {
+  fs::create_directory(folder_ / "checkpoint");
+  train_classifier(drop_net, data(), options());
+  EXPECT_THAT(steps_in(run_), ElementsAre(10));
+}
+
+// Not beside the link, where a file is in its place.
+TEST_F(SavingTest, ADirectoryIsFoundThroughALinkAsTheSystemFindsIt) {
+  fs::create_directories(folder_ / "there" / "below");
+  fs::create_directory_symlink(folder_ / "there" / "below", folder_ / "link");
+  test::write_text(run_, "");
+  train_classifier(drop_net, data(), options().checkpoint_dir(folder_ / "link" / ".." / "run"));
+  EXPECT_THAT(steps_in(folder_ / "there" / "run"), ElementsAre(10));
 }
 
 TEST_F(SavingTest, WeightsAreWrittenInFp32) {

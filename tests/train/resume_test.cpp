@@ -30,6 +30,7 @@ using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // Not optimizer.pt: LibTorch writes the state of parameters under their addresses.
 void expect_same_files(const fs::path& one, const fs::path& other) {
@@ -155,6 +156,9 @@ TEST_F(ResumingTest, OtherOptionsAreRefusedByTheirFlags) {
   EXPECT_THAT(message(TrainOptions(more).limit_batches(9)), HasSubstr("--limit-batches 9"));
   EXPECT_THAT(message(TrainOptions(more).memory_format(MemoryFormat::nchw)),
               HasSubstr("--memory-format nchw"));
+  EXPECT_THAT(message(TrainOptions(more).fp8(true)),
+              AllOf(HasSubstr("expected --fp8 true in '"), HasSubstr("got --fp8 not set"),
+                    Not(HasSubstr("--policy"))));
   const DataSet fewer = image_data(test::made_up_images(600, 1), test::made_up_images(200, 2));
   EXPECT_THAT(message(more, drop_net, fewer), HasSubstr("training images 600"));
   EXPECT_NO_THROW(train_classifier(drop_net, data(), more));
@@ -205,6 +209,52 @@ TEST_F(ResumingTest, AnotherLevelAndDtypeContinueWithTheSameWeights) {
     EXPECT_EQ(recorder.losses.size(), 5U);
     EXPECT_THAT(log.text(), HasSubstr("loss scales start anew"));
   }
+}
+
+// The run of a policy that has fp8 does not change with --fp8.
+TEST(Resumed, ARunWithFp8InItsPolicyContinuesWithOrWithoutTheFlag) {
+  const test::TemporaryFolder folder;
+  const auto options = [&](std::int64_t steps) {
+    auto policy = amp::CastPolicy::semitone({c10::DeviceType::CPU, torch::kBFloat16});
+    return options_for(OptLevel::O1, torch::kBFloat16)
+        .max_steps(steps)
+        .checkpoint_dir(folder / "run")
+        .resume_auto(true)
+        .policy(policy.fp8(amp::Fp8Options().margin(1)));
+  };
+  Recorder recorder;
+  train_classifier(drop_net, data(), options(2), recorder);
+  train_classifier(drop_net, data(), options(4).fp8(true), recorder);
+  train_classifier(drop_net, data(), options(6), recorder);
+  EXPECT_EQ(recorder.steps.size(), 6U);
+}
+
+// fp16 weights need an eps that fp16 can represent. Others would train with one that is too large.
+TEST(Resumed, ARunAtAnotherLevelHasTheEpsOfItsOwnLevel) {
+  struct EpsSeen : Observer {
+    using Observer::on;
+    void on(const TrainingBegins& event) override {
+      const auto& options = event.optimizer.param_groups().front().options();
+      eps.push_back(dynamic_cast<const torch::optim::AdamOptions&>(options).eps());
+    }
+    std::vector<double> eps;
+  };
+  const test::TemporaryFolder folder;
+  const test::CapturedLog log;
+  EpsSeen seen;
+  std::int64_t steps = 0;
+  for (const OptLevel level : {OptLevel::O3, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
+    steps += 2;
+    train_classifier(drop_net, data(),
+                     options_for(level, torch::kHalf)
+                         .optimizer("adam")
+                         .lr(0.002)
+                         .max_steps(steps)
+                         .checkpoint_dir(folder / "run")
+                         .resume_auto(true),
+                     seen);
+  }
+  EXPECT_THAT(seen.eps, ElementsAre(0x1p-14, 1e-8, 1e-8, 0x1p-14));
 }
 
 TEST_F(ResumingTest, ANewRunAmongTheCheckpointsOfAnotherIsRefused) {

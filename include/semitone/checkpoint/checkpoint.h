@@ -109,7 +109,9 @@ class Checkpoint {
   Checkpoint& add(const std::string& name, const amp::Model& model);
 
   /// Adds an optimizer of any class. A ZeroRedundancyOptimizer is saved as the unsharded optimizer
-  /// would be, and can be resumed with any number of ranks.
+  /// would be, and can be resumed with any number of ranks. resume() converts 16-bit state that a run
+  /// at O3 has saved to fp32 where the parameters are fp32. Semitone's optimizers choose the dtype of
+  /// their state themselves (optim/fused_optimizer.h).
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer);
 
   /// Adds the state of amp::initialize. At the opt level and dtype that were saved, resume()
@@ -180,8 +182,8 @@ class Checkpoint {
   /// size or the random seed: add_setting("--batch-size", "32"). Both functions of the name resume
   /// throw a FileError that lists all settings that differ, with both values, before they compare
   /// or change objects. A setting that only one of the two runs has differs too. Settings are
-  /// text in the manifest. Error if the name is empty or was given before. The order of the calls
-  /// has no meaning.
+  /// text in the manifest. Error if the name is empty or was given before, or if one of the two is
+  /// not UTF-8. The order of the calls has no meaning.
   Checkpoint& add_setting(const std::string& name, const std::string& value);
 
   /// Saves a checkpoint of this step, and then deletes those beyond CheckpointOptions::keep and
@@ -190,10 +192,12 @@ class Checkpoint {
   ///
   /// FileError, with the system's reason, if the checkpoint cannot be written (disk full, no
   /// permission, the directory is a file, another process saves there at this moment). The earlier
-  /// checkpoints are then unchanged, no partial one is left, and a later call may succeed. Error if
-  /// nothing was added or the step is negative. Error if the directory has a checkpoint of a later
-  /// step that resume() has not rejected: a run that should have been resumed would otherwise
-  /// continue from the wrong checkpoint later. A checkpoint of the same step is replaced.
+  /// checkpoints are then unchanged, no partial one is left, and a later call may succeed. On NFS,
+  /// processes of other machines that save there are not noticed. Error if nothing was added or the
+  /// step is negative. Error if the name of a model's tensor is not UTF-8. Error if the directory has
+  /// a checkpoint of a later step that resume() has not rejected: a run that should have been resumed
+  /// would otherwise continue from the wrong checkpoint later. A checkpoint of the same step is
+  /// replaced.
   ///
   /// Removes what killed processes have left in the directory, and checkpoints of later steps that
   /// resume() has rejected.
