@@ -144,7 +144,8 @@ std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machi
                 "none, " + names(),
                 "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
-  const auto route = resolved(net::address_towards(rendezvous.host));
+  const auto route = resolved_within({.any = options.timeout()},
+                                     [&] { return net::address_towards(rendezvous.host); });
   if (!route.ok()) {
     throw CommError(kInitComponent, fmt::format("a route to {}", rendezvous.host), "none",
                     "is the network up?");

@@ -2,7 +2,9 @@
 
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/core/libtorch_release.h"
 
+#include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/types.h>
@@ -37,6 +39,14 @@ bool is_reducible(at::ScalarType dtype) {
     default:
       return false;
   }
+}
+
+bool can_add_up(const Group& group, at::ScalarType dtype) {
+  if (group.size() == 1 || !group.device().is_cpu()) return true;
+#if SEMITONE_LIBTORCH_SINCE(2, 11)
+  dtype = c10::toRealValueType(dtype);  // Gloo adds complex numbers as pairs
+#endif
+  return is_reducible(dtype);
 }
 
 at::Tensor transportable(const at::Tensor& tensor) {

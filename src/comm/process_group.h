@@ -53,6 +53,9 @@ Group group_of_cpus(const Group& group);
 // Whether transports can reduce tensors of this dtype.
 bool is_reducible(at::ScalarType dtype);
 
+// Whether the group's transport can add up gradients of this dtype.
+bool can_add_up(const Group& group, at::ScalarType dtype);
+
 // The same memory in a dtype that transports know: not all know every dtype, but all know bytes.
 at::Tensor transportable(const at::Tensor& tensor);
 

@@ -40,7 +40,10 @@ bool is_on_one_machine(const Rendezvous& rendezvous) {
 // Listens on the master's address only, if possible.
 Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
   if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
-  const net::AddressKind kind = resolved(net::address_kind(rendezvous.host)).value;
+  // A name that is not resolved yet may be this machine's: only its address tells whether all
+  // interfaces have to listen.
+  const auto look_up = [&] { return net::address_kind(rendezvous.host); };
+  const net::AddressKind kind = resolved_within({.any = options.timeout()}, look_up).value;
   if (kind == net::AddressKind::local ||
       (kind == net::AddressKind::loopback && is_on_one_machine(rendezvous)))
     return listen_on(rendezvous.host, rendezvous.port);
@@ -81,16 +84,19 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
     return std::max(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()),
                     milliseconds(1));
   };
+  const auto look_up = [&] { return net::address_kind(rendezvous.host); };
   const bool is_unreachable =
       !is_on_one_machine(rendezvous) &&
-      resolved(net::address_kind(rendezvous.host)).value == net::AddressKind::loopback;
+      resolved_within({.any = left()}, look_up).value == net::AddressKind::loopback;
+  const auto reach_master = [&] {
+    return net::connect_to({rendezvous.host, rendezvous.port}, left());
+  };
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(rendezvous.port);
   store.waitWorkers = false;
   do {
     // The connection ends here: the store makes its own.
-    const bool is_there =
-        resolved(net::connect_to({rendezvous.host, rendezvous.port}, left())).ok();
+    const bool is_there = resolved_within({.any = left()}, reach_master).ok();
     try {
       if (is_there) {
         store.timeout = std::min(left(), kAnswerTimeout);

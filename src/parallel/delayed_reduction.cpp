@@ -33,24 +33,17 @@ class DelayedReduction final : public Reduction {
     for (const auto& entry : model.parameters) parameters_.push_back(entry.tensor);
   }
 
-  void before_backward(const std::vector<at::Tensor>&) override { queued_ = sent_ = false; }
+  void before_backward(const std::vector<at::Tensor>&) override { sent_ = false; }
 
-  void on_gradient(std::size_t) override {
-    if (std::exchange(queued_, true)) return;
-    torch::autograd::Engine::get_default_engine().queue_callback([this] {
-      queued_ = false;
-      reduce(true);
-    });
+  void begin_backward() override {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { reduce(true); });
   }
 
   // Further backward passes of the same forward are allowed: what they add is reduced again, and a
   // mean over equal values changes nothing.
   bool finished() override { return false; }
 
-  bool forget_backward() override {
-    queued_ = false;
-    return !sent_;
-  }
+  bool forget_backward() override { return !sent_; }
 
   void shadow(bool keep) override {
     if (keep) {
@@ -101,7 +94,6 @@ class DelayedReduction final : public Reduction {
   const comm::Group group_;
   const Averaging averaging_;
   std::vector<at::Tensor> parameters_;
-  bool queued_ = false;
   bool sent_ = false;  // since before_backward
 };
 

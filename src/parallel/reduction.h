@@ -45,6 +45,8 @@ class Reduction {
   // Call after it.
   // @param outputs  its results, if the reduction needs them
   virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
+  // The first gradient of a backward pass arrives. Called in backward, before its on_gradient.
+  virtual void begin_backward() {}
   // A parameter has its gradient. Called in backward.
   // @param index  of ModelTensors::parameters
   virtual void on_gradient(std::size_t /*index*/) {}

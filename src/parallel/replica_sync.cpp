@@ -38,6 +38,9 @@ namespace {
 // Number of steps without input after which a warning says that a rank has too little data.
 constexpr int kSkewToWarnOf = 1000;
 
+// What a search for unused parameters needs.
+constexpr auto kSearchable = "a forward that returns tensors, or containers of them";
+
 // Adds each tensor once, under its first name.
 class Collector {
  public:
@@ -154,6 +157,8 @@ struct ReplicaSync::Impl {
 
   void listen(std::size_t index);
   void forget_failed_backward();
+  void begin_backward_again();
+  void forget_gradients();
   void on_gradient(std::size_t index);
   void at_end_of_backward();
   void require_unchanged() const;
@@ -204,6 +209,9 @@ struct ReplicaSync::Impl {
   Mode mode = Mode::idle;
   bool any_unreduced = false;  // gradients of no_sync() that are still to be reduced
   bool end_queued = false;     // a backward pass is under way, or an exception has ended it
+  // Expires with the backward pass under way: callbacks own it, which autograd drops at the end of
+  // the pass, or earlier by an exception. A pass inside another one does not end it.
+  std::weak_ptr<const int> under_way;
   // The last forward, or its backward pass, threw: the next forward replaces it.
   bool repeats_step = false;
   bool awaits_gradients = false;  // the last reduced forward has had no backward pass
@@ -286,12 +294,18 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
         fmt::format("a gradient for '{}' from a second one", trained.parameters[index].name),
         "a rank without input takes part in one only: add losses and call backward once");
   }
+  const bool begins = under_way.expired();
+  if (begins && end_queued) begin_backward_again();
   awaits_gradients = false;
+  if (begins) reduction->begin_backward();
   reduction->on_gradient(index);
-  if (std::exchange(end_queued, true)) return;
+  if (!begins) return;
+  const auto pass = std::make_shared<const int>(0);
+  under_way = pass;
+  end_queued = true;
   // Queued twice, so that the reduction's own callbacks, which wait for the other ranks, run in
   // between.
-  torch::autograd::Engine::get_default_engine().queue_callback([this] {
+  torch::autograd::Engine::get_default_engine().queue_callback([this, pass] {
     std::shared_ptr<const events::PhaseScope> waiting;
     if (events::listening())
       waiting = std::make_shared<const events::PhaseScope>(events::Phase::communication);
@@ -304,7 +318,9 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
 }
 
 void ReplicaSync::Impl::at_end_of_backward() {
+  const std::scoped_lock lock(gradients_mutex);
   end_queued = false;
+  under_way.reset();
   const bool finished = reduction->finished();
   if (finished) mode = Mode::idle;
   if (!finished && !options.delay_allreduce()) return;
@@ -318,6 +334,26 @@ void ReplicaSync::Impl::forget_failed_backward() {
   // An exception before the first gradient, in the loss for example, leaves no other trace than that
   // none came, as does a forward without a backward pass.
   if (mode != Mode::reduced || (!end_queued && !awaits_gradients)) return;
+  forget_gradients();
+  mode = Mode::idle;
+  end_queued = false;
+  under_way.reset();
+  repeats_step = true;
+}
+
+// A backward pass that threw is called again, without another forward. Reducer has counted the
+// gradients of the first attempt: only another forward makes it count from the beginning.
+void ReplicaSync::Impl::begin_backward_again() {
+  if (!options.delay_allreduce()) {
+    throw Error(kDdp, "another ddp.forward() after a backward pass that threw",
+                fmt::format("the same backward pass again on rank {}", group.rank()),
+                "repeat the step from ddp.forward() on; with delay_allreduce(true), backward alone "
+                "may be repeated");
+  }
+  forget_gradients();
+}
+
+void ReplicaSync::Impl::forget_gradients() {
   if (const auto lost = group.impl()->watch->lost("ddp")) std::rethrow_exception(lost);
   if (!reduction->forget_backward()) {
     throw Error(kDdp, "backward passes that end without an exception",
@@ -326,9 +362,6 @@ void ReplicaSync::Impl::forget_failed_backward() {
                 "end this process, so that the other ranks notice, and resume from a checkpoint; "
                 "with delay_allreduce(true) nothing is sent before backward is done");
   }
-  mode = Mode::idle;
-  end_queued = false;
-  repeats_step = true;
 }
 
 void ReplicaSync::Impl::require_unchanged() const {
@@ -497,15 +530,25 @@ bool ReplicaSync::wants_outputs() const {
          impl_->reduction->wants_outputs();
 }
 
+bool ReplicaSync::must_search_outputs() const {
+  return wants_outputs() && !impl_->options.static_graph();
+}
+
 void ReplicaSync::refuse_outputs() {
-  throw Error(kDdp, "a forward that returns tensors, or containers of them",
-              "another type, which cannot be searched for unused parameters",
+  throw Error(kDdp, kSearchable, "another type, which cannot be searched for unused parameters",
               "give the type a method map_tensors, see core/map_tensors.h");
+}
+
+void ReplicaSync::refuse_void() {
+  throw Error(kDdp, kSearchable, "void, which cannot be searched for unused parameters",
+              "return what the loss is computed from, or use static_graph(true) or "
+              "delay_allreduce(true)");
 }
 
 std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tensor>& outputs) {
   if (impl_->alone() || !at::GradMode::is_enabled()) return outputs;
   impl_->end_queued = false;
+  impl_->under_way.reset();
   if (*impl_->unsynced > 0) {
     impl_->abandoned = impl_->awaits_gradients;
     impl_->mode = Impl::Mode::local;

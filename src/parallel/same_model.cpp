@@ -2,12 +2,14 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 
 #include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -63,6 +65,16 @@ std::string unfitness(const ModelTensors& model, const comm::Group& group,
                            entry.name);
       }
     }
+  }
+  for (const auto& entry : model.parameters) {
+    if (options.comm_hook() != nullptr) break;  // it may send something else
+    const at::ScalarType dtype = entry.tensor.scalar_type();
+    if (!entry.tensor.requires_grad() || comm::can_add_up(group, dtype)) continue;
+    const char* const remedy = entry.tensor.is_complex()
+                                   ? "real numbers, as torch::view_as_real returns them"
+                                   : "fp32, fp16 or bf16";
+    return fmt::format("'{}' of {}, whose gradient the backend {} cannot add up: store it as {}",
+                       entry.name, dtype_name(dtype), group.backend(), remedy);
   }
   return trainable ? "" : "no parameter that needs a gradient";
 }

@@ -12,6 +12,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <chrono>
 #include <future>
 #include <sstream>
@@ -47,6 +48,58 @@ TEST(Network, RefusesNamesOfNoHost) {
   EXPECT_EQ(resolved(net::address_kind("127.0.0.1")).value, net::AddressKind::loopback);
   EXPECT_THAT(test::error_of([] { address_of_interface("none"); }),
               AllOf(HasSubstr("'none'"), HasSubstr("there are: ")));
+}
+
+// A name that cannot be resolved in the first so many look-ups.
+class LateName {
+ public:
+  LateName(int failures, int lookup_error) : failures_(failures), lookup_error_(lookup_error) {}
+
+  net::Result<int> look_up() {
+    if (++lookups_ > failures_) return {7, 0, 0, ""};
+    return {0, EHOSTUNREACH, lookup_error_, "'pod-0': unknown"};
+  }
+  int lookups() const { return lookups_; }
+
+ private:
+  const int failures_;
+  const int lookup_error_;
+  int lookups_ = 0;
+};
+
+TEST(Network, LooksANameUpAgainUntilItIsResolved) {
+  for (const int lookup_error : {EAI_AGAIN, EAI_NONAME}) {
+    SCOPED_TRACE(lookup_error);
+    LateName name(/*failures=*/2, lookup_error);
+    const auto found =
+        resolved_within({.any = std::chrono::minutes(10)}, [&] { return name.look_up(); });
+    EXPECT_EQ(found.value, 7);
+    EXPECT_EQ(name.lookups(), 3);
+  }
+}
+
+TEST(Network, NamesANameThatIsNotResolvedInTime) {
+  LateName name(/*failures=*/1000, EAI_AGAIN);
+  EXPECT_THAT(test::error_of([&] {
+                resolved_within({.any = std::chrono::milliseconds(100)},
+                                [&] { return name.look_up(); });
+              }),
+              AllOf(HasSubstr("[comm.init]"), HasSubstr("a master address that can be resolved"),
+                    HasSubstr("'pod-0': unknown, for 0.1 s"), HasSubstr("MASTER_ADDR")));
+  EXPECT_EQ(name.lookups(), 2);
+}
+
+// Otherwise a mistyped name would be looked up for the whole timeout.
+TEST(Network, GivesANameThatNoServerKnowsLessTime) {
+  const LookupTimeouts timeouts{.any = std::chrono::hours(1),
+                                .unknown = std::chrono::milliseconds(100)};
+  LateName mistyped(/*failures=*/1000, EAI_NONAME);
+  EXPECT_THAT(
+      test::error_of([&] { resolved_within(timeouts, [&] { return mistyped.look_up(); }); }),
+      HasSubstr("'pod-0': unknown, for 0.1 s"));
+  // Without an answer of a server, nothing is known about the name.
+  LateName unanswered(/*failures=*/2, EAI_AGAIN);
+  EXPECT_EQ(resolved_within(timeouts, [&] { return unanswered.look_up(); }).value, 7);
 }
 
 TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {

@@ -532,9 +532,15 @@ TEST_F(Init, RefusesAnInterfaceThatIsNotThereAndNamesThoseThatAre) {
   expect_error([&] { init(url); }, {"'eth98'"});
 }
 
-TEST_F(Init, RefusesAMasterThatCannotBeResolved) {
-  expect_error([] { init("tcp://no-such-host.invalid:4000?rank=1&world_size=2"); },
-               {"no-such-host.invalid"});
+TEST_F(Init, NamesAMasterThatCannotBeResolvedWithinTheTimeout) {
+  for (const char* const rank : {"0", "1"}) {
+    SCOPED_TRACE(rank);
+    const std::string url =
+        fmt::format("tcp://no-such-host.invalid:4000?rank={}&world_size=2", rank);
+    expect_error([&] { init(url, InitOptions().timeout(std::chrono::milliseconds(1500))); },
+                 {"[comm.init]", "a master address that can be resolved",
+                  "'no-such-host.invalid': ", ", for 1.5 s"});
+  }
 }
 
 TEST_F(Init, NamesALoopbackMasterThatNothingAnswersAt) {

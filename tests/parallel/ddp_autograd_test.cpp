@@ -195,6 +195,22 @@ TEST(StaticGraph, MayRecomputeActivations) {
   });
 }
 
+// The inner backward pass ends first.
+TEST(DelayAllreduce, ReducesWhatABackwardPassInsideAnotherOneComputes) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Checkpointed model = seeded<Checkpointed>(1);
+    Checkpointed alone = seeded<Checkpointed>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().delay_allreduce(true));
+    expect_gradients_of_one_process(
+        model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); },
+        [](const auto& forward, const Batch& rows) {
+          return sum_of_squares(forward(rows.data), rows.target);
+        });
+  });
+}
+
 struct NetOfCheckpointsImpl : test::NetImpl {
   at::Tensor forward(const at::Tensor& x) {
     const auto hidden = nn::checkpoint(first, x);

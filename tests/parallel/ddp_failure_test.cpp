@@ -257,6 +257,72 @@ TEST(Exceptions, BeforeTheFirstGradientLetAStepBeTriedAgain) {
   });
 }
 
+// Of the same forward. The gradients of the pass that threw do not count, and those of the repeated
+// one are reduced, once.
+TEST(Exceptions, LetABackwardPassBeRepeatedAloneWithDelayAllreduce) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool joined : {false, true}) {
+      for (const bool on_all_ranks : {true, false}) {
+        SCOPED_TRACE(std::string(on_all_ranks ? "on all ranks" : "on one rank") +
+                     (joined ? ", joined" : ""));
+        Fragile alone = seeded<Fragile>(1);
+        Fragile model = seeded<Fragile>(1);
+        DistributedDataParallel ddp(model, group,
+                                    DistributedDataParallelOptions().delay_allreduce(true));
+        const auto train = [&] {
+          for (int step = 0; step < 4; ++step) {
+            SCOPED_TRACE(step);
+            const Batch batch = batch_of(100 + step, 8);
+            const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+            model->zero_grad();
+            const at::Tensor loss = sum_of_squares(ddp.forward(rows.data), rows.target);
+            const int failures = on_all_ranks || rank.number() == step % 2 ? 1 + step / 2 : 0;
+            for (int failure = 0; failure < failures; ++failure) {
+              model->backward_failures = 1;
+              EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), OutOfMemory);
+              EXPECT_TRUE(model->second->bias.grad().defined());
+              model->zero_grad();
+            }
+            loss.backward();
+            expect_means(model, alone, batch);
+          }
+        };
+        if (joined) {
+          ddp.join(train);
+        } else {
+          train();
+        }
+      }
+    }
+  });
+}
+
+// The first step counts each parameter's gradients: those of a pass that threw would count too.
+TEST(Exceptions, InAStaticGraphsFirstStepNeedAnotherForward) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Fragile alone = seeded<Fragile>(1);
+    Fragile model = seeded<Fragile>(1);
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
+    const Batch batch = batch_of(100, 8);
+    const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+    const at::Tensor loss = sum_of_squares(ddp.forward(rows.data), rows.target);
+    model->backward_failures = 1;
+    EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), OutOfMemory);
+    model->zero_grad();
+    expect_error([&] { loss.backward({}, /*retain_graph=*/true); },
+                 {"[parallel.ddp]", "another ddp.forward() after a backward pass that threw",
+                  "on rank " + std::to_string(rank.number()), "delay_allreduce(true)"});
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      model->zero_grad();
+      sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+      expect_means(model, alone, batch);
+    }
+  });
+}
+
 // With delay_allreduce, gradients of an earlier backward pass of the same forward have been sent.
 TEST(Exceptions, InASecondBackwardPassAreNamed) {
   run_ranks(2, [](Rank& rank) {
@@ -268,10 +334,14 @@ TEST(Exceptions, InASecondBackwardPassAreNamed) {
     const at::Tensor output = ddp.forward(batch.data);
     output.sum().backward({}, true);
     model->backward_failures = 1;
-    EXPECT_THROW(output.pow(2).sum().backward(), OutOfMemory);
-    expect_error([&] { ddp.forward(batch.data); },
-                 {"[parallel.ddp]", "on rank " + std::to_string(rank.number()),
-                  "threw after part of its gradients had been sent"});
+    const at::Tensor second = output.pow(2).sum();
+    EXPECT_THROW(second.backward({}, true), OutOfMemory);
+    const auto expect_refusal = [&](const auto& call) {
+      expect_error(call, {"[parallel.ddp]", "on rank " + std::to_string(rank.number()),
+                          "threw after part of its gradients had been sent"});
+    };
+    expect_refusal([&] { second.backward({}, true); });
+    expect_refusal([&] { ddp.forward(batch.data); });
   });
 }
 

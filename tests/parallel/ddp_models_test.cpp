@@ -3,6 +3,7 @@
 
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "src/core/libtorch_release.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
@@ -18,6 +19,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::parallel::ddp_models_test {
 namespace {
@@ -26,6 +28,7 @@ using test::Batch;
 using test::batch_of;
 using test::expect_error;
 using test::expect_near;
+using test::gradients_of;
 using test::kSumTolerance;
 using test::Net;
 using test::Rank;
@@ -49,6 +52,15 @@ struct OpaqueImpl : torch::nn::Module {
   torch::nn::Linear linear;
 };
 TORCH_MODULE(Opaque);
+
+// Keeps its result, and returns nothing.
+struct SilentImpl : torch::nn::Module {
+  SilentImpl() : linear(register_module("linear", torch::nn::Linear(6, 3))) { to(torch::kDouble); }
+  void forward(const at::Tensor& x) { result = linear->forward(x); }
+  torch::nn::Linear linear;
+  at::Tensor result;
+};
+TORCH_MODULE(Silent);
 
 // Two results, of which a step uses one.
 struct BothHeads : torch::nn::Module {
@@ -95,6 +107,42 @@ TEST(Results, OfAnyTypePassThrough) {
     DistributedDataParallel searching(
         model, group, DistributedDataParallelOptions().find_unused_parameters(true));
     expect_error([&] { searching.forward(batch.data); }, {"[parallel.ddp]", "map_tensors"});
+  });
+}
+
+// A search from no results would find every parameter unused.
+TEST(Results, ThatForwardDoesNotReturnCannotBeSearched) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 4);
+    const Batch rows = batch.rows(2 * rank.number(), 2 * rank.number() + 2);
+    using Options = DistributedDataParallelOptions;
+    {
+      Silent model = seeded<Silent>(1);
+      DistributedDataParallel searching(model, group, Options().find_unused_parameters(true));
+      expect_error([&] { searching.forward(rows.data); },
+                   {"[parallel.ddp]", "a forward that returns tensors", "void",
+                    "static_graph(true) or delay_allreduce(true)"});
+      const auto local = searching.no_sync();
+      searching.forward(rows.data);
+      const torch::NoGradGuard no_grad;
+      searching.forward(rows.data);
+    }
+    Silent alone = seeded<Silent>(1);
+    alone->forward(batch.data);
+    (sum_of_squares(alone->result, batch.target) / 2).backward();
+    for (const Options& options : {Options(), Options().static_graph(true),
+                                   Options().static_graph(true).find_unused_parameters(true),
+                                   Options().delay_allreduce(true)}) {
+      Silent model = seeded<Silent>(1);
+      DistributedDataParallel ddp(model, group, options);
+      for (int step = 0; step < 3; ++step) {
+        model->zero_grad();
+        ddp.forward(rows.data);
+        sum_of_squares(model->result, rows.target).backward();
+        expect_near(gradients_of(model->parameters()), gradients_of(alone->parameters()));
+      }
+    }
   });
 }
 
@@ -159,6 +207,65 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
     ddp.forward(torch::ones({1, 2})).sum().backward();
   });
 }
+
+// Before the first backward pass, which would fail in the transport.
+TEST(Models, WithGradientsThatTheBackendCannotAddUpAreNamed) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init("env://", comm::InitOptions().backend("gloo"));
+    torch::nn::Sequential model(torch::nn::Linear(2, 3));
+    const at::Tensor scale = model->register_parameter(
+        "scale", torch::ones({3}).to(torch::kFloat8_e4m3fn), /*requires_grad=*/true);
+    expect_error([&] { DistributedDataParallel<torch::nn::Sequential> ddp(model, group); },
+                 {"[parallel.ddp]", "on rank 0: 'scale' of float8_e4m3fn", "on rank 1: 'scale'",
+                  "the backend gloo cannot add up", "fp32"});
+    // Frozen parameters are only sent.
+    scale.set_requires_grad(false);
+    DistributedDataParallel<torch::nn::Sequential> ddp(model, group);
+  });
+}
+
+#if SEMITONE_LIBTORCH_SINCE(2, 11)
+struct RotationImpl : torch::nn::Module {
+  RotationImpl() {
+    linear = register_module("linear", torch::nn::Linear(6, 3));
+    linear->to(torch::kDouble);
+    phases = register_parameter(
+        "phases", torch::polar(torch::ones({3}, torch::kDouble), torch::ones({3}, torch::kDouble)));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return torch::real(linear->forward(x) * phases * phases);
+  }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor phases;
+};
+TORCH_MODULE(Rotation);
+
+TEST(Models, WithComplexParametersTrainAsOneProcess) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    using Options = DistributedDataParallelOptions;
+    const auto gradients = [](const Rotation& model) {
+      return std::vector<at::Tensor>{model->linear->weight.grad(), model->linear->bias.grad(),
+                                     torch::view_as_real(model->phases.grad().resolve_conj())};
+    };
+    const Batch batch = batch_of(1, 8);
+    const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+    Rotation alone = seeded<Rotation>(1);
+    (sum_of_squares(alone->forward(batch.data), batch.target) / 2).backward();
+    for (const Options& options :
+         {Options(), Options().find_unused_parameters(true), Options().static_graph(true),
+          Options().delay_allreduce(true), Options().gradient_predivide_factor(1.5)}) {
+      Rotation model = seeded<Rotation>(1);
+      DistributedDataParallel ddp(model, group, options);
+      for (int step = 0; step < 3; ++step) {
+        model->zero_grad();
+        sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+        expect_near(gradients(model), gradients(alone));
+      }
+    }
+  });
+}
+#endif
 
 TEST(Models, ThatLieInMemoryInOtherWaysAreNamed) {
   run_ranks(2, [](Rank& rank) {

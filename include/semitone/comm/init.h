@@ -14,6 +14,11 @@ namespace semitone::comm {
 /// disagree on the world size, the backend or the check level (the message names the ranks and
 /// their values). Each call needs a port or file of its own.
 ///
+/// If the master's name cannot be resolved yet, init looks it up again until the timeout: a name
+/// server may not be reachable yet. If name servers answer that there is no such name, init tries
+/// again for 60 seconds, since a Kubernetes pod gets its name some time after it has started. Then
+/// it throws an Error with the name.
+///
 /// With nccl each rank has its own GPU: the only visible one, or cuda:LOCAL_RANK if several are
 /// visible. The GPU becomes the current device of the calling thread, and is Group::device(). Error
 /// if the number of visible GPUs is neither 1 nor at least the machine's number of ranks (the

@@ -35,7 +35,9 @@ namespace semitone::parallel {
 /// that all ranks have the same model. A difference in number, name, shape, strides, dtype or
 /// requires_grad of the parameters is an Error on every rank, and the message names the differing
 /// rank and parameter. It is also an Error if no parameter needs gradients, if tensors are on a
-/// device that the group's backend does not support, or if options exclude each other.
+/// device that the group's backend does not support, if Gloo cannot add up a parameter's gradient
+/// (float8; before LibTorch 2.11 also complex) and there is no comm_hook, or if options exclude
+/// each other.
 ///
 /// It is a handle on the model, not a copy. Optimizers, amp::initialize (to be called before this
 /// constructor) and checkpoints use the model itself, and after backward its parameters' gradients
@@ -55,8 +57,10 @@ namespace semitone::parallel {
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
 /// replaces the failed one, and the other ranks wait. That forward throws Error if part of the
 /// gradients had been sent already. With delay_allreduce no gradient is sent before backward is
-/// done; otherwise a bucket is sent when it is full. Gradients that torch::autograd::grad returns
-/// are not reduced. With a group of one process, forward only calls the model.
+/// done; otherwise a bucket is sent when it is full. With delay_allreduce a rank may also repeat
+/// backward alone, if it has kept the graph; otherwise the repeated backward throws. Gradients that
+/// torch::autograd::grad returns are not reduced. With a group of one process, forward only calls
+/// the model.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
 /// module object (struct Net : torch::nn::Module; Net model;) is taken by reference and must

@@ -20,12 +20,13 @@ class DistributedDataParallelOptions {
   /// Size in MiB of the first bucket, which holds the gradients nearest to the loss. A small one is
   /// sent early. Default 1.
   DistributedDataParallelOptions& first_bucket_mb(double value);
-  /// Sets buffers (running statistics) to rank 0's before each forward in grad mode, except inside
-  /// no_sync. Default true.
+  /// Sets buffers (running statistics) to rank 0's before the first forward in grad mode, and
+  /// before each one that follows a backward pass, except inside no_sync. Default true.
   DistributedDataParallelOptions& broadcast_buffers(bool value);
   /// Allows parameters without a gradient in some steps. Each step searches the graph from
   /// forward's results, and gradients of parameters that no rank used are not changed. This costs
-  /// the search and a copy of the results. Default false.
+  /// the search and a copy of the results. Error in forward if it returns no tensors (void, a class
+  /// without map_tensors). Default false.
   DistributedDataParallelOptions& find_unused_parameters(bool value);
   /// Promises that every step uses the same parameters, the same number of times. The first step
   /// records them. Allows unused parameters without a search, and activation checkpointing. Default
@@ -36,8 +37,8 @@ class DistributedDataParallelOptions {
   DistributedDataParallelOptions& gradient_as_bucket_view(bool value);
   /// Reduces all gradients when backward is done, in one message per dtype and device: no overlap
   /// with backward. With it no other option is needed for unused parameters, several backward passes
-  /// or graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
-  /// comm_hook. Default false.
+  /// or graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view,
+  /// comm_hook and sparse gradients. Default false.
   DistributedDataParallelOptions& delay_allreduce(bool value);
   /// Divides gradients by this factor before they are summed over the ranks, and by world size /
   /// factor afterwards, against overflow or underflow of 16-bit sums. Default: the world size; with

@@ -35,7 +35,9 @@ namespace semitone::parallel {
 /// back-propagates through it, all must. The gradients of weight and bias are those of this rank's
 /// rows, and DistributedDataParallel combines them. In evaluation with running statistics the layer
 /// computes torch::nn::BatchNorm, and in a group of one process nn::FusedBatchNorm. Nothing is sent
-/// then.
+/// then. A layer without running statistics, track_running_stats(false), normalises the batches of
+/// all ranks in evaluation too, so all ranks must run it there. (In torch each rank then normalises
+/// its own batch.)
 ///
 /// With more than one rank the backward pass cannot be differentiated again.
 class SyncBatchNormImpl
@@ -78,10 +80,11 @@ TORCH_MODULE(SyncBatchNorm);
 /// The layers are not replaced. Members of type torch::nn::BatchNorm2d, entries of a Sequential,
 /// parameters, buffers, training flags, names and saved states stay the same, so nothing has to be
 /// converted back for saving or evaluation. The layers' tensors are marked, and LibTorch's
-/// batch_norm operator synchronises marked tensors in training. A mark lasts as long as its tensor:
-/// to(), torch::load and the casts of amp::initialize keep it, whereas clone() makes layers
-/// without marks. Inside an amp::Autocast region the policy casts their arguments as those of other
-/// BatchNorm layers, and the statistics are synchronised as outside.
+/// batch_norm operator synchronises marked tensors in training. Layers without running statistics,
+/// track_running_stats(false), communicate in evaluation too, as SyncBatchNorm does. A mark lasts
+/// as long as its tensor: to(), torch::load and the casts of amp::initialize keep it, whereas
+/// clone() makes layers without marks. Inside an amp::Autocast region the policy casts their
+/// arguments as those of other BatchNorm layers, and the statistics are synchronised as outside.
 ///
 /// A group of one process removes the marks.
 ///

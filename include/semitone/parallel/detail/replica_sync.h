@@ -76,14 +76,19 @@ class ReplicaSync {
     }
   }
   /// Call after a forward that returns void.
-  void after_forward() { expect_backward({}); }
+  void after_forward() {
+    if (must_search_outputs()) refuse_void();
+    expect_backward({});
+  }
 
   NoSync no_sync();
   void join(const std::function<void()>& loop, const JoinOptions& options);
 
  private:
   bool wants_outputs() const;
+  bool must_search_outputs() const;
   [[noreturn]] static void refuse_outputs();
+  [[noreturn]] static void refuse_void();
   std::vector<at::Tensor> expect_backward(const std::vector<at::Tensor>& outputs);
 
   struct Impl;
