@@ -108,8 +108,8 @@ bundle:  ## Pack the sources and all libraries' sources, to build where there is
 	@tools/bundle.py $(ARGS)
 
 gpu-hour:  ## Build, test and measure on a machine with a GPU, in steps with a report (tools/gpu_hour.py)
-	@$(MAKE) -s configure PRESET=cuda
-	@tools/gpu_hour.py $(ARGS)
+	@$(MAKE) -s configure PRESET=cuda CUDA=1
+	@tools/gpu_hour.py --build $(CURDIR)/build/cuda$(SUFFIX) $(ARGS)
 
 clean:  ## Remove build/ (keeps .deps/)
 	@rm -rf build

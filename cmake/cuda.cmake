@@ -45,6 +45,14 @@ if(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF AND LibTorch_VERSION VER
   message(WARNING "[cmake.cuda] expected LibTorch ${LibTorch_WITH_STREAM_HANDLES} or newer for GPUs, got ${LibTorch_VERSION}: GPUs run "
     "without Semitone's kernels, CUDA graphs and NCCL")
 elseif(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
+  # Not those of another LibTorch that this folder was configured with before.
+  if(NOT "${SEMITONE_CUDA_HEADERS_OF}" STREQUAL "${LibTorch_ROOT_DIR}")
+    if(SEMITONE_CUDA_HEADERS_OF)
+      unset(SEMITONE_CUDA_INCLUDE_DIR CACHE)
+      unset(NCCL_INCLUDE_DIR CACHE)
+    endif()
+    set(SEMITONE_CUDA_HEADERS_OF ${LibTorch_ROOT_DIR} CACHE INTERNAL "the LibTorch of the CUDA headers that were found")
+  endif()
   # LibTorch's own headers first: they have the release that it was built with.
   find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h
     PATHS ${LibTorch_ROOT_DIR}/../nvidia/cu13/include ${LibTorch_ROOT_DIR}/../nvidia/cuda_runtime/include NO_DEFAULT_PATH)

@@ -82,4 +82,5 @@ add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 # Libraries that tools/setup.sh unpacked where packages cannot be installed (no root).
 if(EXISTS ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
   list(APPEND CMAKE_PREFIX_PATH ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
+  include_directories(SYSTEM AFTER ${PROJECT_SOURCE_DIR}/.deps/prefix/usr/include)  # Gloo's headers have no package file
 endif()

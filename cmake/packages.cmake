@@ -52,6 +52,7 @@ if(SEMITONE_APPS)
   set(SEMITONE_TOOLS_FILES $<TARGET_FILE:semitone_cli>)
 endif()
 configure_file(${cmake_folder}/packages_config.cmake.in ${PROJECT_BINARY_DIR}/packages_config.cmake.in @ONLY)
-file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/packages_config.cmake INPUT ${PROJECT_BINARY_DIR}/packages_config.cmake.in)
+file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/packages_config.cmake INPUT ${PROJECT_BINARY_DIR}/packages_config.cmake.in
+  CONDITION $<OR:$<NOT:$<BOOL:${CMAKE_CONFIGURATION_TYPES}>>,$<CONFIG:Release>>)  # one of several configurations
 set(CPACK_PROJECT_CONFIG_FILE ${PROJECT_BINARY_DIR}/packages_config.cmake)
 include(CPack)

@@ -60,8 +60,10 @@ class Packages:
         if self.ready:
             return
         if not shutil.which("apt-get") or not shutil.which("dpkg-source"):
-            raise Failed("expected apt-get and dpkg-source, which fetch the libraries' sources, got none — make the bundle on a Debian, "
+            raise Failed("expected apt-get and dpkg-source, which fetch the libraries' sources, got none — make the bundle on Debian 12, "
                          "with the package dpkg-dev")
+        if "VERSION_CODENAME=bookworm" not in pathlib.Path("/etc/os-release").read_text():
+            raise Failed("expected Debian 12, whose packages have the releases of tools/bundle/third_party.json, got another system")
         (self.folder / "apt/lists/partial").mkdir(parents=True, exist_ok=True)
         (self.folder / "apt/sources.list").write_text("".join(f"{kind} {line}\n" for line in archives() for kind in ("deb", "deb-src")))
         run("apt-get", *self.options, "update")

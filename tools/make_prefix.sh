@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=("$@")
 [ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev libjpeg-dev libpng-dev zlib1g-dev
-  libgtest-dev libgmock-dev)
+  libgloo-dev libgtest-dev libgmock-dev)
 for package in "${packages[@]}"; do
   case "$package" in
     lib*|*-dev|nlohmann*) ;;
@@ -19,7 +19,7 @@ mapfile -t closure < <(
   for package in "${packages[@]}"; do
     echo "$package"
     apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$package" \
-      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\|jpeg\|png\)[^ <]*\|googletest\|zlib1g\(-dev\)\{0,1\}\).*/\1/p'
+      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gloo\|gtest\|gmock\|jpeg\|png\)[^ <]*\|googletest\|zlib1g\(-dev\)\{0,1\}\).*/\1/p'
   done | sort -u)
 mkdir -p .deps/prefix
 work="$(mktemp -d)"

@@ -20,6 +20,10 @@ case "$with_cuda" in
   *) fail "expected CUDA=1 or CUDA=0, got CUDA=$with_cuda" ;;
 esac
 
+case "$PWD${SEMITONE_LIBTORCH:-}" in
+  *[[:space:]]*) fail "expected paths without spaces, got '$PWD'${SEMITONE_LIBTORCH:+ and '$SEMITONE_LIBTORCH'} — move the folder" ;;
+esac
+
 # --- compiler and libraries ------------------------------------------------------------------------------------
 # package: a file or command that shows that it is installed, as a package or in another way
 needed=(
@@ -114,6 +118,15 @@ if [ "$with_cuda" = 1 ]; then
   kind="$kind with CUDA"
   target="$target-cuda"
 fi
+if [ -e "$target/complete" ]; then
+  say "$kind: there ($target)"
+  exit 0
+fi
+
+# Another run may download too: make mnist and make test in two terminals.
+mkdir -p .deps
+exec 9> .deps/lock
+flock 9
 if [ -e "$target/complete" ]; then
   say "$kind: there ($target)"
   exit 0

@@ -9,6 +9,11 @@ target=.deps/check
 complete="$target/complete-$clang_format-$clang_tidy"
 [ -e "$complete" ] && exit 0
 
+mkdir -p .deps
+exec 9> .deps/lock  # another run may download too
+flock 9
+[ -e "$complete" ] && exit 0
+
 printf '\033[1m[setup]\033[0m clang-format %s and clang-tidy %s: downloading (47 MB, once)\n' $clang_format $clang_tidy
 work=.deps/download-check
 rm -rf "$work" "$target"

@@ -24,6 +24,12 @@ class Libraries(unittest.TestCase):
         self.assertLessEqual(included - others, set(re.findall(r":header (\w+)/", SETUP.read_text())))
 
 
+    def test_a_prefix_without_root_has_every_library(self):
+        libraries = set(re.findall(r'^  "([\w-]+-dev):header', SETUP.read_text(), re.M))
+        default = re.search(r"packages=\((lib[^)]*)\)", (SETUP.parent / "make_prefix.sh").read_text()).group(1)
+        self.assertEqual(set(default.split()), libraries)
+
+
 class Setup(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -76,6 +82,15 @@ class Setup(unittest.TestCase):
         self.program("my-clang", "echo 'Ubuntu clang version 11.1.0-6'")
         self.expect_refusal(self.run_setup(CXX="my-clang"), "expected my-clang 14 or newer, got 11.1.0")
 
+    def test_paths_with_spaces(self):
+        self.expect_refusal(self.run_setup(SEMITONE_LIBTORCH="/my libraries/torch"), "expected paths without spaces")
+
+    def test_a_download_waits_for_another_run(self):
+        self.program("flock", f"mkdir -p {self.root}/.deps/libtorch-2.11.0; touch {self.root}/.deps/libtorch-2.11.0/complete")
+        done = self.run_setup(TORCH="2.11.0", CUDA="0", SEMITONE_LIBTORCH="", SEMITONE_MACHINE="", **self.install_everything())
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("LibTorch 2.11.0: there", done.stdout)
+
     def test_cuda_that_is_neither_wanted_nor_not(self):
         self.expect_refusal(self.run_setup(CUDA="yes"), "expected CUDA=1 or CUDA=0, got CUDA=yes")
 
@@ -91,6 +106,16 @@ class Setup(unittest.TestCase):
         self.program("apt-cache", "echo '  Candidate: 3.22.1-1ubuntu1'")
         done = self.run_setup(PATH=str(self.root / "bin"))
         self.expect_refusal(done, "expected cmake 3.25 or newer, got 3.22.1")
+
+
+class Makefile(unittest.TestCase):
+    def test_the_hour_with_a_gpu_is_built_for_one(self):
+        chosen = ("MAKE", "MFLAGS", "SEMITONE_", "CUDA", "TORCH", "PRESET")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
+        done = subprocess.run(["make", "-n", "gpu-hour", "TORCH=2.15.0"], cwd=SETUP.parents[1], capture_output=True, text=True, env=variables)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("/.deps/libtorch-2.15.0-cuda/torch", done.stdout)
+        self.assertRegex(done.stdout, r"gpu_hour.py --build \S*/build/cuda-torch2.15.0\b")
 
 
 if __name__ == "__main__":
