@@ -24,6 +24,7 @@ int main(int argc, char** argv) try {
   const comm::Group group = comm::init();  // blocks until all processes are there
   torch::manual_seed(0);
   zoo::ConvNet model;
+  model->to(group.device());  // this process's GPU, or the CPU
   parallel::convert_sync_batchnorm(*model, group);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   auto mixed = amp::initialize(model, optimizer, amp::Options(level));
@@ -42,9 +43,10 @@ int main(int argc, char** argv) try {
         torch::tensor(std::vector<int64_t>(chosen.begin(), chosen.end()), torch::kLong);
     const auto images =
         data.images.index_select(0, indices).unsqueeze(1).to(torch::kFloat).div_(255);
-    const auto labels = data.labels.index_select(0, indices);
+    const auto labels = data.labels.index_select(0, indices).to(group.device());
     optimizer.zero_grad();
-    const auto loss = torch::cross_entropy_loss(mixed.forward(ddp, images), labels);
+    const auto loss =
+        torch::cross_entropy_loss(mixed.forward(ddp, images.to(group.device())), labels);
     mixed.scale_loss(loss, optimizer).backward();  // averages the gradients, then unscales
     mixed.step(optimizer);
     at::Tensor mean = loss.detach().clone();

@@ -77,14 +77,15 @@ torch::Tensor loss_of(const torch::Tensor& logits, const torch::Tensor& rows) {
 
 std::string sample(amp::MixedPrecision& mixed, Gpt& model, const zoo::Text& text,
                    const std::string& prompt, int64_t count) {
-  auto tokens = text.encode(prompt).to(torch::kLong).unsqueeze(0);
+  const auto device = model->parameters().front().device();
+  auto tokens = text.encode(prompt).to(device, torch::kLong).unsqueeze(0);
   for (int64_t i = 0; i < count; ++i) {
     const auto seen = tokens.narrow(1, std::max<int64_t>(0, tokens.size(1) - kContext),
                                     std::min(tokens.size(1), kContext));
     const auto odds = mixed.forward(model, seen).select(1, -1).div(0.7).softmax(-1);
     tokens = torch::cat({tokens, torch::multinomial(odds, 1)}, 1);
   }
-  return text.decode(tokens);
+  return text.decode(tokens.cpu());
 }
 
 }  // namespace
@@ -100,6 +101,7 @@ int main(int argc, char** argv) try {
   const comm::Group group = comm::init();
   torch::manual_seed(0);
   Gpt model(text.classes());
+  model->to(group.device());
   parallel::ZeroRedundancyOptimizer optimizer(
       model->parameters(),
       [](const auto& groups) {
@@ -112,7 +114,7 @@ int main(int argc, char** argv) try {
   torch::manual_seed(1 + static_cast<uint64_t>(group.rank()));  // other rows on every rank
   for (int step = 0; step < 300; ++step) {
     const auto chosen = torch::randint(windows.size(0), {16 / group.size()}, torch::kLong);
-    const auto rows = windows.index_select(0, chosen).to(torch::kLong);
+    const auto rows = windows.index_select(0, chosen).to(group.device(), torch::kLong);
     optimizer.zero_grad();
     const auto loss = loss_of(mixed.forward(ddp, rows.narrow(1, 0, kContext)), rows);
     mixed.scale_loss(loss, optimizer).backward();
@@ -123,8 +125,9 @@ int main(int argc, char** argv) try {
   }
 
   const torch::NoGradGuard no_grad;
+  const auto rows = held_out.to(group.device());
   const double loss =
-      loss_of(mixed.forward(model, held_out.narrow(1, 0, kContext)), held_out).item<double>();
+      loss_of(mixed.forward(model, rows.narrow(1, 0, kContext)), rows).item<double>();
   if (group.rank() == 0) {
     std::cout << "held-out loss " << loss << " on " << group.size() << " processes\n"
               << sample(mixed, model, text, "The ", 200) << '\n';

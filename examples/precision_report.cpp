@@ -53,7 +53,7 @@ int main(int argc, char** argv) try {
   explained.write_html(directory / "report.html");
   std::cout << "\nwith charts: " << (directory / "report.html").string() << '\n';
   return explained.verdicts().empty() ? 1 : 0;
-} catch (const semitone::Error& error) {
+} catch (const std::exception& error) {
   std::cerr << error.what() << '\n';
   return 1;
 }

@@ -23,6 +23,7 @@ void train(const std::string& data_dir) {
   const comm::Group group = comm::init();
   torch::manual_seed(0);
   zoo::ConvNet model;
+  model->to(group.device());
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   auto mixed = amp::initialize(model, optimizer, amp::Options("O2").verbosity(0));
   parallel::DistributedDataParallel ddp(model, group);
@@ -34,9 +35,10 @@ void train(const std::string& data_dir) {
     const int64_t begin = (step * group.size() + group.rank()) * batch;
     const auto images =
         data.images.narrow(0, begin, batch).unsqueeze(1).to(torch::kFloat).div_(255);
-    const auto labels = data.labels.narrow(0, begin, batch);
+    const auto labels = data.labels.narrow(0, begin, batch).to(group.device());
     optimizer.zero_grad();
-    const auto loss = torch::cross_entropy_loss(mixed.forward(ddp, images), labels);
+    const auto loss =
+        torch::cross_entropy_loss(mixed.forward(ddp, images.to(group.device())), labels);
     mixed.scale_loss(loss, optimizer).backward();
     mixed.step(optimizer);
     at::Tensor mean = loss.detach().clone();

@@ -3,9 +3,10 @@
 //! `TensorPtr` is a pointer to a C++ `at::Tensor`: `tensor.as_ptr()` of tch, cast with `as`. The
 //! functions that take such pointers are unsafe, since Rust cannot know that they are tensors.
 
-use std::ffi::{c_char, CStr, CString};
+use std::ffi::{CStr, CString};
 use std::fmt;
 use std::marker::PhantomData;
+use std::os::raw::c_char;
 use std::ptr::null_mut;
 
 /// A C++ `at::Tensor`.
@@ -232,7 +233,7 @@ impl Tensor {
     }
     pub fn read(&self, count: usize) -> Result<Vec<f32>> {
         let mut data = vec![0.0_f32; count];
-        check(unsafe { semitone_tensor_read(self.0, data.as_mut_ptr().cast(), count * size_of::<f32>()) })?;
+        check(unsafe { semitone_tensor_read(self.0, data.as_mut_ptr().cast(), count * std::mem::size_of::<f32>()) })?;
         Ok(data)
     }
     pub fn require_grad(self) -> Result<Self> {
