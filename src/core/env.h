@@ -8,7 +8,8 @@
 namespace semitone::env {
 
 // An environment variable that Semitone reads, or sets for the processes that it launches. All
-// variable names of the library are in this list, except PATH and cuDNN's CUDNN_CONV_WSCAP_DBG.
+// variable names of the library are in this list, except PATH, TMPDIR and cuDNN's
+// CUDNN_CONV_WSCAP_DBG.
 struct Variable {
   const char* name;
   const char* meaning;

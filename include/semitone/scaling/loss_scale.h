@@ -33,10 +33,11 @@ enum class OverflowCount {
 ///     auto rule = LossScaleOptions().init_scale(1024).growth_interval(500).min_scale(1);
 class LossScaleOptions {
  public:
-  /// Presets: exactly what each system does by default.
+  /// Presets: exactly what each system does by default. The eager paddle.amp.GradScaler has no
+  /// bounds: paddle().min_scale(0).max_scale(INFINITY).
   static LossScaleOptions torch();      ///< torch.amp.GradScaler: no lower bound
   static LossScaleOptions apex();       ///< apex.amp "dynamic": at most 2^24, no lower bound, fp64
-  static LossScaleOptions paddle();     ///< paddle.amp.GradScaler: at least 1
+  static LossScaleOptions paddle();     ///< Paddle's static programs: at least 1
   static LossScaleOptions deepspeed();  ///< growth_interval 1000, hysteresis 2, at least 1, fp64
   /// A constant scale: 1 for bf16, or a number that is known to work.
   static LossScaleOptions fixed(double scale);
