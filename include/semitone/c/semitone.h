@@ -193,7 +193,8 @@ SemitoneStatus semitone_policy_set_emulation(SemitonePolicy* policy, const char*
 /// Sets whether operators run in Semitone's own kernels where it has one.
 SemitoneStatus semitone_policy_set_fast_kernels(SemitonePolicy* policy, int32_t on);
 /// Tells the policy the model's parameters with their names ("encoder.0.weight"). The policy keeps
-/// references to them. Error for a name that appears twice, and if a glob matches none.
+/// references to them. Error for a name that appears twice, and if a glob matches none. Names null:
+/// "0", "1" and so on.
 SemitoneStatus semitone_policy_bind(SemitonePolicy* policy, const char* const* names,
                                     const SemitoneTensor* const* parameters, size_t count);
 SemitoneStatus semitone_policy_save(const SemitonePolicy* policy, const char* path);
@@ -255,7 +256,7 @@ SemitoneStatus semitone_scaler_get_scale(const SemitoneScaler* scaler, double* s
 SemitoneStatus semitone_scaler_set_scale(SemitoneScaler* scaler, double scale);
 /// Returns how many calls of semitone_scaler_unscale() found an inf or NaN.
 SemitoneStatus semitone_scaler_skipped_steps(const SemitoneScaler* scaler, int64_t* steps);
-/// Sets the names of parameters in messages.
+/// Sets the names of parameters in messages. Names null: "0", "1" and so on.
 SemitoneStatus semitone_scaler_name_parameters(SemitoneScaler* scaler, const char* const* names,
                                                const SemitoneTensor* const* parameters,
                                                size_t count);
