@@ -312,8 +312,7 @@ TEST_F(LaunchCommandTest, BrokenPipesEndAProgramAsUsual) {
   const ProcessResult status =
       run_semitone({"launch", "sh", "-c", "grep SigIgn /proc/self/status"});
   // SIGPIPE is bit 12. Whoever runs the tests may have ignored other signals.
-  EXPECT_THAT(status.out,
-              testing::ContainsRegex("SigIgn:\\s+[0-9a-f]{12}[02468ace][0-9a-f]{3}\n"));
+  EXPECT_THAT(status.out, testing::ContainsRegex("SigIgn:\\s+[0-9a-f]{12}[02468ace][0-9a-f]{3}\n"));
 }
 
 TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
