@@ -2,7 +2,6 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/events.h"
-#include "src/core/autograd_node.h"
 #include "src/nn/convert.h"
 
 #include <c10/core/GradMode.h>
@@ -48,7 +47,7 @@ at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
 // nothing else: neither a function of the program's own that returns such a view, nor a hook.
 bool passes_gradient_on(const at::Tensor& view, const at::Tensor& weight) {
   namespace generated = torch::autograd::generated;
-  const NodePtr node = view.grad_fn();
+  const auto& node = view.grad_fn();
   if (!node || view.retains_grad() || !torch::autograd::impl::hooks(view).empty() ||
       !node->pre_hooks().empty() || !node->post_hooks().empty())
     return false;

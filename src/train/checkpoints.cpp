@@ -134,6 +134,7 @@ std::optional<fs::path> Checkpoints::resume() {
   // before each step, and all other options are equal.
   auto& groups = training_.optimizer.param_groups();
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> own_options;
+  own_options.reserve(groups.size());
   for (const auto& group : groups) own_options.push_back(group.options().clone());
   fs::path directory = options_.checkpoint_dir();
   std::optional<std::int64_t> step;
