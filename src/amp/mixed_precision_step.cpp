@@ -219,8 +219,15 @@ void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
 // too: the later ones were added to them. Masters have none left of that step.
 void MixedPrecision::Impl::check_earlier_gradients(OptimizerRecord& record) {
   if (!record.skipped) return;
+  std::vector<at::Tensor> parameters;
+  for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (!record.masters.has_value() || !record.masters->is_master(parameter))
+      parameters.push_back(parameter);
+  });
+  if (parameters.empty()) return;
+  // Not a result of several optimizers: the gradients of the others may have been zeroed.
   auto result = std::find_if(pending.begin(), pending.end(), [&](const Pending& one) {
-    return one.named && concerns(one, record);
+    return one.optimizers.size() == 1 && one.optimizers.front() == &record;
   });
   if (result == pending.end()) {
     const std::vector<OptimizerRecord*> of{&record};
@@ -230,10 +237,7 @@ void MixedPrecision::Impl::check_earlier_gradients(OptimizerRecord& record) {
   // Not in place: results of other optimizers may have the same flags.
   for (at::Tensor& flag : result->found_inf) flag = flag.clone();
   Gradients pass(1.0F);
-  for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    if (!record.masters.has_value() || !record.masters->is_master(parameter))
-      pass.unscale(parameter);
-  });
+  for (const at::Tensor& parameter : parameters) pass.unscale(parameter);
   pass.run(result->found_inf);
 }
 

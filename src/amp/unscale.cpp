@@ -3,7 +3,6 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/unreduced_marks.h"
 #include "src/autocast/model_entries.h"
-#include "src/core/state_mode.h"
 
 #include <algorithm>
 #include <string>
@@ -163,48 +162,14 @@ void MixedPrecision::Impl::take_unscaled_gradients(OptimizerRecord& record) {
   marks.restore();
 }
 
-namespace {
-
-// One element: whether a gradient has a number other than 0.
-at::Tensor any_nonzero(const OptimizerRecord& record, c10::Device device) {
-  at::Tensor any = at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
-  const auto look = [&](const at::Tensor& tensor) {
-    const at::Tensor& grad = tensor.grad();
-    if (!grad.defined()) return;
-    const at::Tensor values = grad.is_sparse() ? grad._values() : grad;
-    any = any.logical_or(values.any().to(device));
-  };
-  record.for_each_leaf(look);
-  for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    look(parameter);
-  });
-  return any;
-}
-
-}  // namespace
-
-// Drops what is known of this optimizer's gradients if they were dropped or zeroed since: results of
-// other optimizers' losses, and that the last step was skipped.
+// Drops records of other optimizers' losses whose gradients were dropped in this optimizer since.
 void MixedPrecision::Impl::drop_stale_results(OptimizerRecord& record) {
   const auto concerns = [&](const Pending& one) {
     return !one.named && one.optimizers.front() == &record;
   };
-  const bool any = std::any_of(pending.begin(), pending.end(), concerns);
-  if (!any && !record.skipped) return;
+  if (std::none_of(pending.begin(), pending.end(), concerns)) return;
   if (record.masters.has_value()) record.masters->hide_gradients();
-  if (!record.has_gradient()) {
-    std::erase_if(pending, concerns);
-    record.skipped = false;
-    return;
-  }
-  if (!any) return;
-  // zero_grad(false) zeroes them in place. Nothing is read, since the host would wait for the device.
-  const StateMode mode;
-  for (Pending& one : pending) {
-    if (!concerns(one)) continue;
-    for (at::Tensor& flag : one.found_inf)
-      flag = flag.mul(any_nonzero(record, flag.device()).to(flag.scalar_type()));
-  }
+  if (!record.has_gradient()) std::erase_if(pending, concerns);
 }
 
 void MixedPrecision::Impl::hide_gradients(const Model* model) {

@@ -110,8 +110,8 @@ bool Masters::take_gradients(float inverse_scale) {
   take_gradients(pass);
   std::vector<at::Tensor> earlier;  // to which the pass adds: they may have overflowed before
   for (const Pair& pair : pairs_) {
-    if (pair.master.grad().defined() && pair.master.grad().layout() == at::kStrided)
-      earlier.push_back(pair.master.grad());
+    const at::Tensor& grad = pair.master.grad();
+    if (grad.defined()) earlier.push_back(grad.is_sparse() ? grad._values() : grad);
   }
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     pass.unscale(parameter);  // the pass has the masters already

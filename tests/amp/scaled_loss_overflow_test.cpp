@@ -71,6 +71,32 @@ TEST_P(ScaledLossAtEveryLevel, WhatOverflowedIsNotSteppedOnLater) {
   }
 }
 
+TEST(ScaledLoss, OneOfTwoOptimizersMayHaveBeenZeroedAfterAnOverflow) {
+  for (const bool zeroed_steps_first : {false, true}) {
+    Toy model;
+    torch::optim::SGD kept({model->a}, 0.125);
+    torch::optim::SGD zeroed({model->b}, 0.125);
+    auto mixed = initialize({model}, {kept, zeroed}, dynamic_scale(options("O1")));
+    const auto backward = [&](double factor) {
+      mixed.scale_loss(mixed.forward(model, ones()) * factor, {kept, zeroed}).backward();
+    };
+    backward(kInf);
+    EXPECT_EQ(mixed.step(kept), Step::skipped);
+    EXPECT_EQ(mixed.step(zeroed), Step::skipped);
+    zeroed.zero_grad();
+    backward(1);
+    if (zeroed_steps_first) {
+      EXPECT_EQ(mixed.step(zeroed), Step::stepped);
+    }
+    EXPECT_EQ(mixed.step(kept), Step::skipped);
+    if (!zeroed_steps_first) {
+      EXPECT_EQ(mixed.step(zeroed), Step::stepped);
+    }
+    for (const at::Tensor& weight : model->parameters())
+      EXPECT_TRUE(weight.isfinite().all().item<bool>());
+  }
+}
+
 TEST(ScaledLoss, ASecondStepAfterAnOverflowSkipsToo) {
   Trained trained(dynamic_scale(options("O1")));
   const auto before = trained.weights();

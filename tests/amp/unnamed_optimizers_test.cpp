@@ -93,15 +93,14 @@ TEST(OptimizersThatWereNotNamed, AddThemToScaledOnesOfAnotherLoss) {
 
 TEST(OptimizersThatWereNotNamed, SkipAStepOnlyWithWhatOverflowed) {
   for (const std::string level : {"O1", "O2", "O3"}) {
-    for (const std::string how : {"zeroed", "zeroed in place", "kept"}) {
-      const bool zeroed = how != "kept";
-      SCOPED_TRACE(level + " " + how);
+    for (const bool zeroed : {true, false}) {
+      SCOPED_TRACE(level + (zeroed ? " zeroed" : " kept"));
       Parts parts(scaled_by(level, torch::kHalf, "dynamic").num_losses(2));
       parts.mixed->scale_loss(parts.loss() * kInf, *parts.second, ScaleLossOptions().loss_id(1))
           .backward();
       EXPECT_EQ(parts.mixed->step(*parts.second), Step::skipped);
       parts.second->zero_grad();
-      if (zeroed) parts.first->zero_grad(/*set_to_none=*/how == "zeroed");
+      if (zeroed) parts.first->zero_grad();
       const at::Tensor before = parts.encoder->weight.detach().clone();
       parts.mixed->scale_loss(parts.loss(), *parts.first).backward();
       EXPECT_EQ(parts.mixed->step(*parts.first), zeroed ? Step::stepped : Step::skipped);

@@ -142,7 +142,7 @@ class [[nodiscard]] MixedPrecision {
   /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
   /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
   /// these stay in the model as they are, and step() multiplies them by the clipping factor when it
-  /// reads them; to change gradients after they were clipped is an Error of step() there.
+  /// reads them. Change gradients before that: changes since are an Error of step() there.
   /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
   /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
   /// and for a negative max_norm.
