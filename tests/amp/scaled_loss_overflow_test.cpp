@@ -77,7 +77,7 @@ TEST(ScaledLoss, OneOfTwoOptimizersMayHaveBeenZeroedAfterAnOverflow) {
     torch::optim::SGD kept({model->a}, 0.125);
     torch::optim::SGD zeroed({model->b}, 0.125);
     auto mixed = initialize({model}, {kept, zeroed}, dynamic_scale(options("O1")));
-    const auto backward = [&](double factor) {
+    const auto backward = [&](float factor) {
       mixed.scale_loss(mixed.forward(model, ones()) * factor, {kept, zeroed}).backward();
     };
     backward(kInf);
