@@ -156,10 +156,8 @@ Step CapturedStep::Impl::end_step() {
 
 // The device has changed the weights, or left them: autograd's version counters change.
 void CapturedStep::Impl::note_step() {
-  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    if (!record.masters.has_value() || !record.masters->is_master(parameter))
-      parameter.unsafeGetTensorImpl()->bump_version();
-  });
+  record.for_each_without_master(
+      [](const at::Tensor& parameter) { parameter.unsafeGetTensorImpl()->bump_version(); });
   if (record.masters.has_value()) record.masters->note_step();
 }
 

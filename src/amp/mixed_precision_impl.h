@@ -67,6 +67,12 @@ struct MixedPrecision::Impl {
         masters->for_each(
             [&](const at::Tensor& parameter, const at::Tensor&) { visit(parameter); });
       }
+      for_each_without_master(visit);
+    }
+
+    // The optimizer's parameters that are the model's own.
+    template <typename Visit>
+    void for_each_without_master(Visit&& visit) const {
       for_each_parameter(*optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
         if (!masters.has_value() || !masters->is_master(parameter)) visit(parameter);
       });

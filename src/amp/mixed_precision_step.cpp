@@ -220,10 +220,8 @@ void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
 void MixedPrecision::Impl::check_earlier_gradients(OptimizerRecord& record) {
   if (!record.skipped) return;
   std::vector<at::Tensor> parameters;
-  for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    if (!record.masters.has_value() || !record.masters->is_master(parameter))
-      parameters.push_back(parameter);
-  });
+  record.for_each_without_master(
+      [&](const at::Tensor& parameter) { parameters.push_back(parameter); });
   if (parameters.empty()) return;
   // Not a result of several optimizers: the gradients of the others may have been zeroed.
   auto result = std::find_if(pending.begin(), pending.end(), [&](const Pending& one) {

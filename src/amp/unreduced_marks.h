@@ -18,9 +18,8 @@ class UnreducedMarks {
           holders_.push_back(master);
       });
     }
-    for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& leaf) {
-      const bool is_master = record.masters.has_value() && record.masters->is_master(leaf);
-      if (!is_master && is_unreduced(leaf.grad())) holders_.push_back(leaf);
+    record.for_each_without_master([&](const at::Tensor& leaf) {
+      if (is_unreduced(leaf.grad())) holders_.push_back(leaf);
     });
   }
   bool empty() const { return holders_.empty(); }

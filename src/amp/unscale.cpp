@@ -88,11 +88,8 @@ class UnscalePass {
     for (OptimizerRecord* record : records_) {
       const auto& masters = record->masters;
       if (masters.has_value() && !defers(record)) record->masters->take_gradients(scaled);
-      for_each_parameter(*record->optimizer,
-                         [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-                           if (!masters.has_value() || !masters->is_master(parameter))
-                             scaled.unscale(parameter, earlier(parameter));
-                         });
+      record->for_each_without_master(
+          [&](const at::Tensor& parameter) { scaled.unscale(parameter, earlier(parameter)); });
     }
     scaled.run(found_inf);
   }
