@@ -67,14 +67,16 @@ void remember_view(const at::Tensor& product, const at::Tensor& view) {
   last_viewed().emplace(Seen(product), Seen(view));
 }
 
-void check_writes(std::span<const c10::IValue> arguments) {
+void check_writes(const at::Tensor& argument) {
   const auto& viewed = last_viewed();
-  if (!viewed.has_value()) return;
-  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    if (viewed->product.is(tensor) && viewed->view.has_changed()) refuse_lost_writes("view");
-    if (viewed->view.is(tensor) && viewed->product.has_changed()) refuse_lost_writes("product");
-  });
+  if (!viewed.has_value() || !argument.defined()) return;
+  if (viewed->product.is(argument) && viewed->view.has_changed()) refuse_lost_writes("view");
+  if (viewed->view.is(argument) && viewed->product.has_changed()) refuse_lost_writes("product");
+}
+
+void check_writes(std::span<const c10::IValue> arguments) {
+  if (!last_viewed().has_value()) return;
+  for_each_tensor(arguments, [](const at::Tensor& tensor) { check_writes(tensor); });
 }
 
 // Queries are [queries, batch * heads, head size] in memory, and transposed.

@@ -35,6 +35,7 @@ bool are_viewed(const at::Tensor& tensor, c10::SymIntArrayRef sizes);
 void remember_view(const at::Tensor& product, const at::Tensor& view);
 
 // Error if an argument is such a product or view, and the other one has been written to since.
+void check_writes(const at::Tensor& argument);
 void check_writes(std::span<const c10::IValue> arguments);
 
 }  // namespace semitone::amp::attention_scores
