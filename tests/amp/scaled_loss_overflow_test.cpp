@@ -47,7 +47,7 @@ TEST_P(ScaledLossAtEveryLevel, AnOverflowSkipsTheStepAndChangesNothing) {
   }
 }
 
-// As in torch: an inf stays in a gradient until somebody zeroes it.
+// As in torch: an inf stays in a gradient until it is zeroed.
 TEST_P(ScaledLossAtEveryLevel, WhatOverflowedIsNotSteppedOnLater) {
   if (is_plain()) return;
   for (const bool in_low : {false, true}) {

@@ -311,7 +311,7 @@ TEST_F(LaunchCommandTest, BrokenPipesEndAProgramAsUsual) {
   EXPECT_EQ(finished.err, "141\n");  // SIGPIPE
   const ProcessResult status =
       run_semitone({"launch", "sh", "-c", "grep SigIgn /proc/self/status"});
-  // SIGPIPE is bit 12. Whoever runs the tests may have ignored other signals.
+  // SIGPIPE is bit 12. The caller of the tests may have ignored other signals.
   EXPECT_THAT(status.out, testing::ContainsRegex("SigIgn:\\s+[0-9a-f]{12}[02468ace][0-9a-f]{3}\n"));
 }
 

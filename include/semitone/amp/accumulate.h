@@ -49,8 +49,8 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// Each loss is divided by `micro_batches`, in fp32 (fp64 for an fp64 loss), scaled, and
 /// back-propagated. Gradients are unscaled after each backward pass, added in fp32 if the parameter
 /// is fp32 or has a master weight that is not split, and checked for inf and NaN (except in plain
-/// training, see MixedPrecision::step): an overflow in any micro-batch makes step() skip. They are added to gradients that exist already. The loss scale is updated
-/// once, by step().
+/// training, see MixedPrecision::step): an overflow in any micro-batch makes step() skip. They are
+/// added to gradients that exist already. The loss scale is updated once, by step().
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
 /// micro-batches have the same size. Otherwise, and for losses that count tokens, return

@@ -143,9 +143,11 @@ class [[nodiscard]] MixedPrecision {
   /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
   /// these stay in the model as they are, and step() multiplies them by the clipping factor when it
   /// reads them. Change gradients before that: changes since are an Error of step() there.
+  ///
   /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
-  /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
-  /// and for a negative max_norm.
+  /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error
+  /// while gradients are scaled, as in step(), for a norm_type that is not above 0, and for a
+  /// negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
   /// @param error_if_nonfinite  Error if the norm is inf or NaN, before anything is changed
   double clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,

@@ -42,8 +42,9 @@ struct ScaleLossOptions {
 /// semitone::optim optimizer with a scale of 1, on the CPU and on devices with Semitone's kernels.)
 /// Clipping, averaging over ranks and any other change, in place or by another tensor, therefore
 /// takes effect in the step. (Where gradients are 16-bit, make changes before
-/// MixedPrecision::clip_grad_norm_, whose factor the step applies.) After the next forward() of the model, `parameter.grad()` is undefined
-/// for parameters with a master weight until the next backward.
+/// MixedPrecision::clip_grad_norm_, whose factor the step applies.) After the next forward() of the
+/// model, `parameter.grad()` is undefined for parameters with a master weight until the next
+/// backward.
 ///
 /// Finish one loss before the next: between value() and finish(), value() of another ScaledLoss of
 /// the same MixedPrecision is an Error (except in plain training: LossScaleOptions::dynamic). A
