@@ -318,9 +318,12 @@ class BucketedReduction final : public Reduction {
   // Sets parameters' gradients to those in a bucket, in Reducer's layout.
   static void store(const at::Tensor& bucket, const std::vector<at::Tensor>& parameters,
                     const std::unordered_set<const c10::TensorImpl*>& unused) {
+    // Reducer sends complex numbers as pairs.
+    const bool pairs = parameters.at(0).is_complex() && !bucket.is_complex();
+    const at::Tensor numbers = pairs ? at::view_as_complex(bucket.view({-1, 2})) : bucket;
     std::int64_t offset = 0;
     for (const at::Tensor& parameter : parameters) {
-      const at::Tensor part = bucket.narrow(0, offset, parameter.numel());
+      const at::Tensor part = numbers.narrow(0, offset, parameter.numel());
       offset += parameter.numel();
       if (unused.contains(parameter.unsafeGetTensorImpl())) continue;
       parameter.mutable_grad() =

@@ -265,6 +265,36 @@ TEST(Models, WithComplexParametersTrainAsOneProcess) {
     }
   });
 }
+
+TEST(Models, WithComplexParametersFollowInJoin) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Rotation model = seeded<Rotation>(1);
+    DistributedDataParallel ddp(model, group);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    const std::vector<at::Tensor> before = test::copies(model->parameters());
+    JoinOptions options;
+    options.follow([&](const auto& receive) {
+      model->zero_grad();
+      receive();
+      optimizer.step();
+    });
+    ddp.join(
+        [&] {
+          for (int step = 0; step < (rank.number() == 0 ? 3 : 1); ++step) {
+            model->zero_grad();
+            const Batch batch = batch_of(10 * rank.number() + step, 4);
+            sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+            optimizer.step();
+          }
+        },
+        options);
+    for (std::size_t i = 0; i < before.size(); ++i)
+      EXPECT_FALSE(torch::equal(model->parameters()[i], before[i])) << i;
+    test::expect_equal_on_all_ranks(
+        group, {model->linear->weight, model->linear->bias, torch::view_as_real(model->phases)});
+  });
+}
 #endif
 
 TEST(Models, ThatLieInMemoryInOtherWaysAreNamed) {
