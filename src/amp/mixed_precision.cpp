@@ -123,6 +123,7 @@ std::int64_t MixedPrecision::skipped_steps() const {
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
   auto& record = impl().of(optimizer, "master_params");
+  Impl::require_unchanged_since_clipping(record, "master_params");
   if (record.masters.has_value()) {
     if (impl().fp32_scopes == 0) impl().pull("master_params");
     record.masters->move_deferred_gradients();

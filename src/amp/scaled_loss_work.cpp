@@ -61,6 +61,10 @@ void ScaledLoss::Work::begin() {
   if (begun) return;
   check();
   mixed->pull("scale_loss");
+  // Before any gradient is set aside, which an optimizer may share.
+  for (OptimizerRecord& record : mixed->optimizers) {
+    if (!record.scaled.has_value()) mixed->drop_stale_results(record);
+  }
   begun = true;
   const std::vector<OptimizerRecord*> all = concerned();
   std::map<std::size_t, Other> by_component;
@@ -78,7 +82,6 @@ void ScaledLoss::Work::begin() {
 }
 
 void ScaledLoss::Work::begin(OptimizerRecord& record) {
-  mixed->drop_stale_results(record);
   if (record.masters.has_value()) record.masters->move_deferred_gradients();
   if (const UnreducedMarks marks(record); !marks.empty()) {
     // This rank's own gradients must be reduced together with the new ones.

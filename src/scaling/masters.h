@@ -83,7 +83,8 @@ class Masters {
   bool can_defer_gradients() const;
   // Moves deferred gradients to the masters.
   void move_deferred_gradients();
-  // The deferred gradients, and the factor that step() applies to them.
+  // The deferred gradients of what is in the optimizer's groups, and the factor that step() applies
+  // to them.
   struct Deferred {
     std::vector<at::Tensor> masters;
     std::vector<at::Tensor> grads;  // the model's gradient for each master
@@ -135,6 +136,7 @@ class Masters {
     optim::DeferredGradient deferred = {};
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
     std::uint32_t shown_version = 0;
+    bool changed_clipped = false;  // it was hidden with such a change: see has_changed_clipped()
     Replaced replaced = {};
   };
 

@@ -14,6 +14,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -72,6 +73,7 @@ void Masters::hide_gradients() {
     if (!shown.defined()) continue;
     at::Tensor& in_model = pair.parameter.mutable_grad();
     if (in_model.is_same(shown)) {
+      pair.changed_clipped |= clipped_ && version_of(in_model) != pair.shown_version;
       in_model.reset();
       continue;
     }
@@ -85,9 +87,11 @@ void Masters::hide_gradients() {
 }
 
 bool Masters::has_changed_clipped() const {
-  return shown_ && clipped_ && std::ranges::any_of(pairs_, [](const Pair& pair) {
+  return clipped_ && std::ranges::any_of(pairs_, [](const Pair& pair) {
+           if (!pair.deferred.counts(pair.master)) return false;
+           if (pair.changed_clipped) return true;
            const at::Tensor& in_model = pair.parameter.grad();
-           return pair.shown.defined() && in_model.defined() && pair.deferred.counts(pair.master) &&
+           return pair.shown.defined() && in_model.defined() &&
                   (!in_model.is_same(pair.shown) || version_of(in_model) != pair.shown_version);
          });
 }
@@ -147,6 +151,7 @@ bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& foun
   std::vector<at::Tensor> grads;
   for (Pair& pair : pairs_) {
     pair.deferred.drop();  // of an earlier backward, if its placeholder was dropped
+    pair.changed_clipped = false;
     const at::Tensor grad = std::exchange(pair.parameter.mutable_grad(), {});
     if (!grad.defined()) continue;
     grads.push_back(grad);
@@ -159,7 +164,12 @@ bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& foun
 Masters::Deferred Masters::deferred_gradients() {
   hide_gradients();
   Deferred deferred{{}, {}, deferred_inverse_};
+  std::unordered_set<const c10::TensorImpl*> in_groups;
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    in_groups.insert(parameter.unsafeGetTensorImpl());
+  });
   for (Pair& pair : pairs_) {
+    if (!in_groups.contains(pair.master.unsafeGetTensorImpl())) continue;
     if (pair.deferred.counts(pair.master)) {
       deferred.masters.push_back(pair.master);
       deferred.grads.push_back(pair.deferred.grad());

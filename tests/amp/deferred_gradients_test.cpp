@@ -208,12 +208,44 @@ TEST(DeferredGradientsOfAdam, AreNotChangedAfterTheyWereClipped) {
     trained.backward(1);
     EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
   }
+  // Another forward hides the model's gradients.
+  Trained evaluated(adam());
+  evaluated.backward(0);
+  evaluated.mixed.clip_grad_norm_(*evaluated.optimizer, 0.01);
+  evaluated.model->parameters()[0].mutable_grad().add_(1);
+  evaluated.loss(1);
+  test::expect_error([&] { evaluated.mixed.master_params(*evaluated.optimizer); },
+                     {"[amp.mixed_precision.master_params]", "before clip_grad_norm_"});
+  test::expect_error([&] { evaluated.mixed.step(*evaluated.optimizer); },
+                     {"[amp.mixed_precision.step]", "before clip_grad_norm_"});
+  evaluated.mixed.zero_grad(*evaluated.optimizer);
+  evaluated.backward(1);
+  EXPECT_EQ(evaluated.mixed.step(*evaluated.optimizer), Step::stepped);
   // Not clipped, because the norm was small enough.
   Trained trained(adam());
   trained.backward(0);
   trained.mixed.clip_grad_norm_(*trained.optimizer, 1e6);
   trained.model->parameters()[0].mutable_grad().add_(1);
   EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+}
+
+// A parameter that the program has taken out of the optimizer is not among those that are clipped.
+TEST(DeferredGradientsOfAdam, AreClippedWithoutThoseOfParametersThatWereTakenOut) {
+  Trained trained(adam());
+  auto& parameters = trained.optimizer->param_groups()[0].params();
+  parameters.erase(parameters.begin());
+  trained.backward(0);
+  const at::Tensor taken_out = trained.model->parameters()[0];
+  double squares = 0;
+  for (const at::Tensor& parameter : trained.model->parameters()) {
+    if (parameter.is_same(taken_out)) continue;
+    squares += parameter.grad().to(torch::kDouble).square().sum().item<double>();
+  }
+  const double norm = trained.mixed.clip_grad_norm_(*trained.optimizer, 1e6);
+  EXPECT_NEAR(norm, std::sqrt(squares), 1e-5 * norm);
+  const at::Tensor before = taken_out.detach().clone();
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+  expect_bitwise_equal(taken_out, before);
 }
 
 TEST(DeferredGradientsOfAdam, AreNotClippedWhereTheyAreNotFinite) {

@@ -184,6 +184,16 @@ TEST(OptimizersThatShareParameters, SkipTheirStepsTogether) {
     EXPECT_EQ(shared.mixed->step(*one), Step::stepped);
 }
 
+// The first one's are set aside before those of the others are looked at.
+TEST(OptimizersThatShareParameters, SkipAfterAnotherLossToo) {
+  Shared shared(scaled_by("O1", torch::kHalf, "dynamic").num_losses(2));
+  shared.mixed->scale_loss(shared.loss() * kInf, *shared.bias, ScaleLossOptions().loss_id(1))
+      .backward();
+  shared.mixed->scale_loss(shared.loss(), *shared.all).backward();
+  for (auto* one : {shared.other_bias.get(), shared.bias.get(), shared.all.get()})
+    EXPECT_EQ(shared.mixed->step(*one), Step::skipped);
+}
+
 TEST(OptimizersThatShareParameters, HaveTheirGradientsAgainWhereBackwardThrows) {
   Shared shared(scaled_by("O1", torch::kHalf, "dynamic"));
   shared.mixed->scale_loss(shared.loss(), *shared.bias).backward();
