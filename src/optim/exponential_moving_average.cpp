@@ -7,6 +7,7 @@
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
 
+#include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
@@ -59,6 +60,25 @@ void set_value(const at::Tensor& tensor, const at::Tensor& master, const at::Ten
 }  // namespace
 
 struct ExponentialMovingAverage::Impl {
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+  Impl(const ExponentialMovingAverageOptions& options_, const Named& parameters,
+       const Named& buffers)
+      : options(options_) {
+    if (!(options.decay() >= 0 && options.decay() <= 1))
+      throw Error(kAverage, "a decay in [0, 1]", c10::str(options.decay()));
+    std::unordered_set<const c10::TensorImpl*> seen;
+    const auto add = [&](const Named& tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second)
+          weights.push_back({name, tensor, {}});
+      }
+    };
+    add(parameters);
+    if (weights.empty()) throw Error(kAverage, "a model with parameters", "none");
+    if (options.use_buffers()) add(buffers);
+  }
+
   ExponentialMovingAverageOptions options;
   std::vector<Averaged> weights;
   std::int64_t updates = 0;
@@ -90,20 +110,25 @@ struct ExponentialMovingAverage::Impl {
 };
 
 ExponentialMovingAverage::ExponentialMovingAverage(const torch::nn::Module& model,
-                                                   const ExponentialMovingAverageOptions& options)
-    : impl_(std::make_shared<Impl>(Impl{.options = options, .weights = {}})) {
-  if (!(options.decay() >= 0 && options.decay() <= 1))
-    throw Error(kAverage, "a decay in [0, 1]", c10::str(options.decay()));
-  std::unordered_set<const c10::TensorImpl*> seen;
-  const auto add = [&](const auto& tensors) {
-    for (const auto& entry : tensors) {
-      if (entry.value().defined() && seen.insert(entry.value().unsafeGetTensorImpl()).second)
-        impl_->weights.push_back({entry.key(), entry.value(), {}});
-    }
+                                                   const ExponentialMovingAverageOptions& options) {
+  const auto named = [](const auto& tensors) {
+    Impl::Named all;
+    for (const auto& entry : tensors) all.emplace_back(entry.key(), entry.value());
+    return all;
   };
-  add(model.named_parameters());
-  if (impl_->weights.empty()) throw Error(kAverage, "a model with parameters", "none");
-  if (options.use_buffers()) add(model.named_buffers());
+  impl_ = std::make_shared<Impl>(options, named(model.named_parameters()),
+                                 named(model.named_buffers()));
+}
+
+ExponentialMovingAverage::ExponentialMovingAverage(const torch::jit::Module& model,
+                                                   const ExponentialMovingAverageOptions& options) {
+  const auto named = [](const auto& tensors) {
+    Impl::Named all;
+    for (const auto& entry : tensors) all.emplace_back(entry.name, entry.value);
+    return all;
+  };
+  impl_ = std::make_shared<Impl>(options, named(model.named_parameters()),
+                                 named(model.named_buffers()));
 }
 
 ExponentialMovingAverage::ExponentialMovingAverage(ExponentialMovingAverage&&) noexcept = default;
@@ -129,9 +154,11 @@ void ExponentialMovingAverage::update() {
       average = values[i].clone();
       continue;
     }
-    if (average.device() != values[i].device()) average = average.to(values[i].device());
+    // The model may have been moved or cast since.
+    const auto dtype = c10::promoteTypes(average.scalar_type(), values[i].scalar_type());
+    average = average.to(values[i].device(), dtype);
     averages.push_back(average);
-    added.push_back(values[i]);
+    added.push_back(values[i].to(dtype));
   }
   if (!averages.empty()) at::_foreach_lerp_(averages, added, 1 - state.current_decay());
   ++state.updates;
@@ -192,6 +219,7 @@ ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {
 
 void ExponentialMovingAverage::save(torch::serialize::OutputArchive& archive) const {
   const Impl& state = impl();
+  state.require_not_applied("save");
   archive.write("updates", c10::IValue(state.updates));
   archive.write("tensors", c10::IValue(static_cast<std::int64_t>(state.weights.size())));
   for (std::size_t i = 0; i < state.weights.size(); ++i) {

@@ -7,6 +7,7 @@
 #include "tests/support/tolerance.h"
 #include "tests/support/toy_nets.h"
 
+#include <torch/csrc/jit/api/module.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -101,6 +102,52 @@ TEST(ExponentialMovingAverage, TheFirstUpdateCopiesTheWeights) {
   const auto loaded = copies(net->parameters());
   change(*net);
   EXPECT_TRUE(same_bits(averages_of(ema, *net), loaded));
+}
+
+TEST(ExponentialMovingAverage, AveragesTorchScriptModules) {
+  torch::jit::Module script("script");
+  script.register_parameter("weight", torch::ones({2, 3}), /*is_buffer=*/false);
+  script.register_buffer("scale", torch::ones({3}));
+  ExponentialMovingAverage parameters(script, 0.75);
+  ExponentialMovingAverage all(script, ExponentialMovingAverageOptions(0.75).use_buffers(true));
+  for (ExponentialMovingAverage* ema : {&parameters, &all}) ema->update();
+  {
+    const torch::NoGradGuard no_grad;
+    script.attr("weight").toTensor().fill_(5);
+    script.attr("scale").toTensor().fill_(5);
+  }
+  for (ExponentialMovingAverage* ema : {&parameters, &all}) {
+    ema->update();
+    const auto averaged = ema->apply();
+    test::expect_bitwise_equal(script.attr("weight").toTensor().detach(),
+                               torch::full({2, 3}, 2.0F));
+    test::expect_bitwise_equal(script.attr("scale").toTensor(),
+                               torch::full({3}, ema == &all ? 2.0F : 5.0F));
+  }
+}
+
+TEST(ExponentialMovingAverage, GoesOnInTheWiderDtypeWhereLayersAreCast) {
+  torch::nn::Linear wide(3, 2);
+  torch::nn::Linear narrow(3, 2);
+  const torch::nn::Sequential net(wide, narrow);
+  ExponentialMovingAverage ema(*net, 0.75);
+  ema.update();
+  const auto first = copies(net->parameters());
+  wide->to(torch::kDouble);
+  narrow->to(torch::kBFloat16);
+  change(*net);
+  ema.update();
+  EXPECT_EQ(ema.updates(), 2);
+  const auto averages = averages_of(ema, *net);
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    const at::Tensor weight = net->parameters()[i];
+    ASSERT_EQ(averages[i].scalar_type(), weight.scalar_type());
+    const at::Tensor want =
+        torch::lerp(first[i].to(torch::kDouble), weight.to(torch::kDouble), 0.25);
+    EXPECT_TRUE(test::near(averages[i], want,
+                           test::rounding_tolerance(i < 2 ? torch::kFloat : torch::kBFloat16)))
+        << i;
+  }
 }
 
 TEST(ExponentialMovingAverage, GivesTheWeightsBackBitForBitAlsoAfterAnException) {
@@ -250,7 +297,8 @@ TEST(ExponentialMovingAverage, RefusesWrongUse) {
     expect_error([&] { ema.update(); }, {".update]", "averaged weights", "end the scope"});
     expect_error([&] { const auto twice = ema.apply(); }, {".apply]", "averaged weights"});
     expect_error([&] { ema.load(file); }, {".load]", "averaged weights"});
-    saved(ema);
+    // A checkpoint would have the averages as the weights of the training.
+    expect_error([&] { saved(ema); }, {".save]", "averaged weights", "end the scope"});
   }
   net->first->weight.set_data(torch::zeros({2, 2}));
   expect_error([&] { ema.update(); }, {"'first.weight' of shape [33, 9]", "[2, 2]"});

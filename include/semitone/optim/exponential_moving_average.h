@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <memory>
 
+namespace torch::jit {
+struct Module;
+}  // namespace torch::jit
+
 namespace torch::serialize {
 class InputArchive;
 class OutputArchive;
@@ -54,8 +58,9 @@ struct ExponentialMovingAverageOptions {
 /// in 16 bits most updates would be lost. A parameter that appears in the model several times is
 /// averaged once. Averages are on the devices of the weights, and nothing is read from these.
 ///
-/// All ranks of a data-parallel training have the same weights, so they get the same averages
-/// without communication.
+/// All ranks of a data-parallel training have the same parameters, so they get the same averages of
+/// them without communication. BatchNorm's running statistics are each rank's own, and so are
+/// their averages with use_buffers: let rank 0 evaluate, or use SyncBatchNorm.
 ///
 /// The object keeps the model's tensors, not the model. Parameters that are registered later are
 /// not averaged. Movable. Use it and the model from one thread at a time.
@@ -63,6 +68,9 @@ class ExponentialMovingAverage {
  public:
   /// Error for a decay outside [0, 1], and for a model without parameters. Reads no weights.
   explicit ExponentialMovingAverage(const torch::nn::Module& model,
+                                    const ExponentialMovingAverageOptions& options = {});
+  /// The same for a TorchScript module.
+  explicit ExponentialMovingAverage(const torch::jit::Module& model,
                                     const ExponentialMovingAverageOptions& options = {});
   ExponentialMovingAverage(ExponentialMovingAverage&&) noexcept;
   ExponentialMovingAverage& operator=(ExponentialMovingAverage&&) noexcept;
@@ -102,13 +110,13 @@ class ExponentialMovingAverage {
   /// every opt level. Before the first update nothing changes.
   ///
   /// Needs memory for a copy of the weights, with masters instead of the weights that have one. Do
-  /// not train in the meantime: changes of the weights are lost at the end. Error, with nothing
-  /// changed, in the cases of update().
+  /// not train in the meantime: changes of the weights are lost at the end. Do not save the
+  /// training's checkpoint either: it would have the averages in place of the weights. Error, with
+  /// nothing changed, in the cases of update().
   Applied apply();
 
   /// Saves and loads the averages and the number of updates, bit for bit. The decay is not saved.
-  /// FileError, with nothing changed, if names or shapes do not match. Error while apply() lasts,
-  /// for load() only.
+  /// FileError, with nothing changed, if names or shapes do not match. Error while apply() lasts.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
