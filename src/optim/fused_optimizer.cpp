@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/core/archive.h"
+#include "src/core/state_mode.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/rounding.h"
 #include "src/optim/deferred_gradient.h"
@@ -54,7 +55,8 @@ void check_gradient(std::string_view component, const at::Tensor& grad, const at
   if (grad.layout() != at::kStrided) {
     throw Error(
         component, "dense gradients", c10::str(grad.layout(), " for ", name),
-        "use a dense gradient (an embedding without sparse), or an optimizer for sparse gradients");
+        "use a dense gradient (an embedding without sparse), or torch::optim::Adagrad, or SGD "
+        "without weight decay, for this parameter");
   }
   if (DeferredGradient::is_placeholder(grad)) {
     throw Error(component, "a step through MixedPrecision::step, or MasterWeights::step",
@@ -319,9 +321,9 @@ void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& v
                                 : "an undefined tensor");
   }
   settle();
+  const StateMode mode;
   at::Tensor& low = state_in(state_, parameter).master_low;
   if (!low.defined()) low = at::empty_like(parameter, parameter.options().dtype(at::kShort));
-  const at::NoGradGuard no_grad;
   kernels::split_master(value.to(parameter.options().dtype(at::kFloat)), parameter, low);
 }
 

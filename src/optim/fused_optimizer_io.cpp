@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
+#include "src/core/state_mode.h"
 #include "src/optim/deferred_step.h"
 #include "src/optim/fused_state.h"
 
@@ -126,7 +127,7 @@ void FusedOptimizer::save(OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(InputArchive& archive) {
-  const at::NoGradGuard no_grad;
+  const StateMode mode;
   const auto format = read_value<std::string>(archive, "pytorch_version", kLoad);
   if (format != kFormat) throw FileError(kLoad, c10::str("format ", kFormat), format);
   InputArchive states = read_archive(archive, "state", kLoad);

@@ -103,6 +103,12 @@ at::Tensor defined_or_zeros(const at::Tensor& tensor, const at::Tensor& paramete
                           : torch::zeros_like(parameter, at::MemoryFormat::Preserve).detach();
 }
 
+// Without eps, a second moment below 2^-126, which kernels flush to 0, would divide by 0.
+bool has_eps(const torch::optim::OptimizerOptions& options, bool is_adam) {
+  return (is_adam ? static_cast<const AdamOptions&>(options).eps()
+                  : static_cast<const AdamWOptions&>(options).eps()) > 0;
+}
+
 template <typename Options, typename State>
 void step_adam(torch::optim::Optimizer& optimizer, const std::vector<ParameterWithOptions>& all,
                bool decouples_decay) {
@@ -167,6 +173,9 @@ bool step_in_one_pass(torch::optim::Optimizer& optimizer) {
   if (!is_sgd && !is_adam && type != typeid(torch::optim::AdamW)) return false;
   const auto all = parameters_of(optimizer);
   if (!all.has_value()) return false;
+  if (!is_sgd &&
+      !std::ranges::all_of(*all, [&](const auto& one) { return has_eps(*one.options, is_adam); }))
+    return false;
   const at::NoGradGuard no_grad;
   if (is_sgd) {
     step_sgd(optimizer, *all);

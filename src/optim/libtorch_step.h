@@ -13,8 +13,8 @@ namespace semitone::optim {
 //
 // Returns false, with nothing changed, for any other class, also a derived one, and if a parameter
 // with a gradient is not dense fp32 on a device with kernels, appears twice, shares memory with
-// another, or has a gradient or state of another dtype, device or memory order. Then call
-// optimizer.step().
+// another, or has a gradient or state of another dtype, device or memory order; and if Adam's eps
+// is 0. Then call optimizer.step().
 bool step_in_one_pass(torch::optim::Optimizer& optimizer);
 
 }  // namespace semitone::optim

@@ -87,6 +87,28 @@ TEST_P(FusedOptimizers, WorkWithTorchSaveAndLoad) {
   expect_bitwise_equal(everything(*other), everything(*optimizer));
 }
 
+TEST_P(FusedOptimizers, CanBeLoadedInInferenceMode) {
+  // fp64 is for the reference, which writes through ATen.
+  const auto dtype = GetParam().splits_masters ? at::kBFloat16 : at::kDouble;
+  const auto parameters = make_parameters(dtype);
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  const auto bytes = saved(*optimizer);
+  std::vector<std::vector<at::Tensor>> ends;
+  for (const bool in_inference_mode : {false, true}) {
+    const auto leaves = leaves_like(parameters);
+    const auto other = GetParam()(leaves);
+    {
+      const c10::InferenceMode mode(in_inference_mode);
+      load(*other, bytes);
+    }
+    torch::manual_seed(4);
+    plain_step(*other, leaves, make_grads(leaves));
+    ends.push_back(everything(*other));
+  }
+  expect_bitwise_equal(ends[1], ends[0]);
+}
+
 // As every OptimizerParamState of LibTorch: amp::MasterWeights moves state by these functions.
 TEST_P(FusedOptimizers, HaveStateThatCanBeSerializedByItself) {
   const auto weight =

@@ -167,6 +167,19 @@ TEST(LibTorchStep, OthersAreLeftAsTheyAre) {
                     memory.slice(0, 3, 7).detach().requires_grad_()};
   for (at::Tensor& parameter : shared) parameter.mutable_grad() = torch::ones_like(parameter);
   expect_refused(adam, shared);
+  // Kernels would divide by a second moment of 0, where LibTorch's is subnormal.
+  expect_refused(
+      [](const Parameters& parameters) -> Optimizer {
+        return std::make_unique<torch::optim::Adam>(parameters,
+                                                    torch::optim::AdamOptions(0.1).eps(0));
+      },
+      parameters_of(plain()));
+  expect_refused(
+      [](const Parameters& parameters) -> Optimizer {
+        return std::make_unique<torch::optim::AdamW>(parameters,
+                                                     torch::optim::AdamWOptions(0.1).eps(0));
+      },
+      parameters_of(plain()));
 }
 
 // As flattened weights are.
