@@ -37,7 +37,8 @@ void check_model(const Model& model) {
             (entry.is_parameter ? " parameter '" : " buffer '") + entry.name + "'",
         is_16bit(entry.tensor.scalar_type())
             ? "pass the model before casting it: initialize does that. Was it initialized already?"
-            : "cast it with ->to(torch::kFloat)");
+            : "cast it with ->to(torch::kFloat); or, to keep its precision, name only its fp32 "
+              "submodules in initialize, and run the model inside mixed.autocast()");
   }
 }
 

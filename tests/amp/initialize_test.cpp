@@ -270,7 +270,8 @@ TEST(Initialize, ModelsThatAreNotFp32AreNamed) {
   net->norm->running_var.set_data(net->norm->running_var.to(torch::kDouble));
   EXPECT_EQ(message_of<Error>([&] { std::ignore = initialize(net, quiet("O2")); }),
             "[amp.initialize] expected a model in float32, got float64 buffer 'norm.running_var' — "
-            "cast it with ->to(torch::kFloat)");
+            "cast it with ->to(torch::kFloat); or, to keep its precision, name only its fp32 "
+            "submodules in initialize, and run the model inside mixed.autocast()");
 }
 
 TEST(Initialize, TwiceIsAnErrorWhereWeightsWereCast) {

@@ -593,5 +593,25 @@ TEST(BackwardWithoutScaleLoss, IsWarnedOfWhereZeroGradDoesNotReach) {
   EXPECT_EQ(log_of("O1", false), "");
 }
 
+// Its results are members.
+struct KeepsItsLossImpl : torch::nn::Module {
+  KeepsItsLossImpl() { register_module("linear", linear); }
+  void forward(const at::Tensor& x) { loss = linear(x).pow(2).mean(); }
+  torch::nn::Linear linear{12, 6};
+  at::Tensor loss;
+};
+TORCH_MODULE(KeepsItsLoss);
+
+TEST(Forward, MayReturnNothing) {
+  KeepsItsLoss model;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  auto mixed = initialize(model, optimizer, quiet("O1"));
+  mixed.forward(model, torch::ones({2, 12}));
+  KeepsItsLossImpl& module = *model;
+  mixed.forward(module, torch::ones({2, 12}));
+  mixed.scale_loss(model->loss, optimizer).backward();
+  EXPECT_TRUE(model->linear->weight.grad().defined());
+}
+
 }  // namespace
 }  // namespace semitone::amp::other_methods_test

@@ -348,6 +348,22 @@ TEST(Script, ModulesTrainLikeOthers) {
   });
 }
 
+TEST(Script, ModulesTakeArgumentsByName) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::jit::Module model("Scale");
+    model.register_parameter("weight", torch::ones({6}).requires_grad_(), false);
+    model.define(
+        "def forward(self, x, factor: float = 1.0):\n    return (x * self.weight).sum() * "
+        "factor\n");
+    DistributedDataParallel ddp(model, group);
+    const std::vector<c10::IValue> inputs{torch::ones({6}) * (1 + rank.number())};
+    const torch::jit::Kwargs named{{"factor", 2.0}};
+    ddp.forward(inputs, named).toTensor().backward();
+    EXPECT_TRUE(test::same_bits(model.attr("weight").toTensor().grad(), torch::full({6}, 3.0F)));
+  });
+}
+
 // `self.mean = …` gives the module another tensor.
 TEST(Script, BuffersThatAreReplacedStayEqualOnAllRanks) {
   run_ranks(2, [](Rank& rank) {

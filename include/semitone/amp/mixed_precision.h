@@ -54,23 +54,25 @@ class [[nodiscard]] MixedPrecision {
   /// of these with a forward() of its own, such as parallel::DistributedDataParallel. Error for any
   /// other model, and for a model that has moved to another device.
   /// @param arguments  deduced as in any function template. Braces have no type, so write
-  /// torch::Tensor() instead of `{}` for "no mask"
+  /// torch::Tensor() instead of `{}` for "no mask". They are passed on as copies: for a forward
+  /// that takes a reference to change it, such as a cache, use call() with a lambda that has it
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
     const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
-    const auto uncast = [this](const auto& leaf) { return this->cast_output(leaf); };
     if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
       return cast_output(
           run_script(model, map_tensors(std::forward<Arguments>(arguments), cast)...));
     } else if constexpr (requires {
                            model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
                          }) {
-      return map_tensors(model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...),
-                         uncast);
+      return with_cast_results([&]() -> decltype(auto) {
+        return model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
+      });
     } else {
-      return map_tensors(model->forward(map_tensors(std::forward<Arguments>(arguments), cast)...),
-                         uncast);
+      return with_cast_results([&]() -> decltype(auto) {
+        return model->forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
+      });
     }
   }
 
@@ -82,14 +84,9 @@ class [[nodiscard]] MixedPrecision {
   auto call(Function&& function, Arguments&&... arguments) {
     const auto region = enter_any();
     const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
-    const auto uncast = [this](const auto& leaf) { return this->cast_output(leaf); };
-    if constexpr (std::is_void_v<decltype(std::invoke(
-                      function, map_tensors(std::forward<Arguments>(arguments), cast)...))>) {
-      std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
-    } else {
-      return map_tensors(
-          std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...), uncast);
-    }
+    return with_cast_results([&]() -> decltype(auto) {
+      return std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
+    });
   }
 
   /// Returns the region in which forward() runs, for losses and for other methods of the models. It
@@ -142,7 +139,8 @@ class [[nodiscard]] MixedPrecision {
   /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
   /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
   /// these stay in the model as they are, and step() multiplies them by the clipping factor when it
-  /// reads them. Change gradients before that: changes since are an Error of step() there.
+  /// reads them. Change gradients before that: changes since are an Error of step() and of
+  /// master_params there.
   ///
   /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
   /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error
@@ -249,6 +247,15 @@ class [[nodiscard]] MixedPrecision {
     return handle_of(*held);
   }
   static const void* handle_of(const torch::nn::AnyModule& module) { return module.ptr().get(); }
+  // Returns run(), which may be void, with its tensors cast.
+  template <typename Run>
+  auto with_cast_results(const Run& run) const {
+    if constexpr (std::is_void_v<decltype(run())>) {
+      run();
+    } else {
+      return map_tensors(run(), [this](const auto& leaf) { return this->cast_output(leaf); });
+    }
+  }
   // Calls a script with a list of inputs, or with inputs one by one.
   template <typename... Inputs>
   static c10::IValue run_script(torch::jit::Module& script, Inputs&&... inputs) {

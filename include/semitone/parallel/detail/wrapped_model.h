@@ -34,11 +34,15 @@ class WrappedModel {
   explicit WrappedModel(Model model) : model_(std::move(model)) {}
 
   /// Calls the forward of the model, or of a copy. A TorchScript module takes IValues, arguments
-  /// that convert to them, or a std::vector<IValue> of all inputs.
+  /// that convert to them, or a std::vector<IValue> of all inputs, with or without
+  /// torch::jit::Kwargs.
   template <typename Module, typename... Arguments>
   static auto call(Module& module, Arguments&&... arguments) {
-    if constexpr (kIsScript && std::is_same_v<std::tuple<std::decay_t<Arguments>...>,
-                                              std::tuple<std::vector<c10::IValue>>>) {
+    using Given = std::tuple<std::decay_t<Arguments>...>;
+    constexpr bool is_list =
+        std::is_same_v<Given, std::tuple<std::vector<c10::IValue>>> ||
+        std::is_same_v<Given, std::tuple<std::vector<c10::IValue>, torch::jit::Kwargs>>;
+    if constexpr (kIsScript && is_list) {
       return module.forward(std::forward<Arguments>(arguments)...);
     } else if constexpr (kIsScript) {
       return module.forward({c10::IValue(std::forward<Arguments>(arguments))...});
