@@ -25,8 +25,9 @@ report::RunLogOptions log_options(const CLI::App& command, const train::TrainOpt
   config["dtype"] = dtype_name(train::training_dtype(options));
   config["device"] = options.device().str();
   config["batch-size"] = std::to_string(options.batch_size());
-  // A launcher's restart has the command line of the first start.
-  const bool is_restart = env::get(env::kRestartCount).value_or("0") != "0";
+  // A launcher starts the processes again with the command line of the first start.
+  const bool is_restart = env::get(env::kRestartCount).value_or("0") != "0" ||
+                          env::get(env::kAttempt).value_or("0") != "0";
   return report::RunLogOptions()
       .config(config)
       .rank(options.group().rank())

@@ -118,6 +118,7 @@ void Watch::run() {
 }
 
 void Watch::wait_for_events(Time until) {
+  until = std::min(until, listener_.deadline());
   std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}, {listener_.descriptor(), POLLIN, 0}};
   const auto add = [&](const net::LineChannel& channel) {
     events.push_back({channel.descriptor(), channel.events(), 0});

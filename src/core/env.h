@@ -42,6 +42,9 @@ inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
                                          "True: the launcher runs the store, not rank 0"};
 inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
                                         "Number of restarts of the processes so far"};
+// Also counts what is no restart for torchrun: when nodes have joined or are lost and replaced.
+inline constexpr Variable kAttempt{"SEMITONE_ATTEMPT",
+                                   "How often the launcher has started the processes before"};
 inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};
 // Only srun sets this. A batch script without srun also has SLURM_NTASKS and SLURM_PROCID, although
 // it is a single process.

@@ -29,6 +29,9 @@ Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Int
       group_(options, assignment, relay, reaper) {}
 
 Outcome Attempt::run() {
+  // The rendezvous may have acknowledged a signal that arrived with node 0's answer: the event that
+  // wakes wait() is gone.
+  check_interrupt(Clock::now());
   while (!outcome_.has_value() || !group_.has_ended()) {
     wait();
     const Time now = Clock::now();

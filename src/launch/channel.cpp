@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace semitone::launch {
@@ -10,6 +11,8 @@ namespace {
 
 // A failure contains 20 lines of a process.
 constexpr net::LineLimits kLimits{.max_line = 1 << 20, .max_unsent = 1 << 26};
+// The other end judges this end's silence by its own timeout, which may be shorter.
+constexpr auto kMaxHeartbeatInterval = std::chrono::seconds(1);
 constexpr auto kForeign = "what answers there is no launcher of Semitone";
 
 }  // namespace
@@ -18,7 +21,9 @@ Channel::Channel(Descriptor socket, Clock::duration timeout)
     : Channel(net::LineChannel(std::move(socket), timeout), timeout) {}
 
 Channel::Channel(net::LineChannel lines, Clock::duration timeout)
-    : timeout_(timeout), lines_(std::move(lines)), heartbeat_(timeout / 5, Clock::now()) {
+    : timeout_(timeout),
+      lines_(std::move(lines)),
+      heartbeat_(std::min<Clock::duration>(timeout / 5, kMaxHeartbeatInterval), Clock::now()) {
   lines_.set_limits(kLimits);
 }
 

@@ -16,8 +16,9 @@ class Channel {
  public:
   using State = net::LineChannel::State;
 
-  // @param timeout  silence after which the other end counts as lost; heartbeats are sent five
-  //                 times as often
+  // @param timeout  silence after which the other end counts as lost. Heartbeats are sent five
+  //                 times as often, and at least once a second: the timeouts of the two ends may
+  //                 differ if both are well above a second
   Channel(Descriptor socket, Clock::duration timeout);
   // Continues a connection, with the lines of it that have not been received.
   Channel(net::LineChannel lines, Clock::duration timeout);

@@ -43,15 +43,20 @@ bool redirect(int stream, int descriptor) {
   return descriptor < 0 || ::dup2(descriptor, stream) >= 0;
 }
 
+// The child's group is not in the terminal's foreground. Under `stty tostop` SIGTTOU would stop a
+// child that writes to the terminal, silently. What is ignored stays so in exec.
+bool lead_own_group() {
+  return ::setpgid(0, 0) == 0 && ::signal(SIGTTOU, SIG_IGN) != SIG_ERR;
+}
+
 // Runs in the child between fork and exec. Only async-signal-safe calls are allowed, since other
 // threads of the parent may have held any lock.
 [[noreturn]] void exec_child(const ChildOptions& child, char* const* argv, char* const* environment,
                              pid_t parent, int report) {
   sigset_t none;
   ::sigemptyset(&none);
-  const bool ready = (!child.own_group || ::setpgid(0, 0) == 0) &&
-                     redirect(STDIN_FILENO, child.in) && redirect(STDOUT_FILENO, child.out) &&
-                     redirect(STDERR_FILENO, child.err) &&
+  const bool ready = (!child.own_group || lead_own_group()) && redirect(STDIN_FILENO, child.in) &&
+                     redirect(STDOUT_FILENO, child.out) && redirect(STDERR_FILENO, child.err) &&
                      ::sigprocmask(SIG_SETMASK, &none, nullptr) == 0 &&
                      ::signal(SIGPIPE, SIG_DFL) != SIG_ERR &&  // what is ignored stays so in exec
                      ::prctl(PR_SET_PDEATHSIG, child.death_signal) == 0;

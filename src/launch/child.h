@@ -25,7 +25,7 @@ struct ChildOptions {
 };
 
 // Starts a process; returns when it runs. Error if it cannot be run. The child has no blocked
-// signals.
+// signals. In a group of its own it ignores SIGTTOU.
 pid_t start_child(const ChildOptions& child);
 
 // The status as waitpid() returns it.

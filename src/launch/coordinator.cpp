@@ -56,12 +56,14 @@ void Coordinator::run() {
     send_messages();
     erase_closed(now);
     send_messages();
+    // The next job at this address need not wait until this node's processes have ended.
+    if (job_.is_over()) listener_ = net::Listener();
   }
 }
 
 void Coordinator::wait() {
   std::vector<pollfd> events;
-  Time until = job_.deadline();
+  Time until = std::min(job_.deadline(), listener_.deadline());
   if (stop_at_.has_value()) {
     until = std::min(until, *stop_at_);
   } else {
@@ -106,6 +108,9 @@ void Coordinator::receive_join(JobState::Id id, Stranger& stranger, Time now) {
   // After the answer the channel has no more lines.
   const auto line = stranger.lines.receive();
   if (!line.has_value()) return;
+  // Without an answer, its launcher tries again, and finds the next job.
+  if (job_.is_over())
+    return stranger.lines.close(net::LineChannel::State::closed, "the job is over");
   const auto message = decode(*line);
   const auto* const join = message.has_value() ? std::get_if<Join>(&*message) : nullptr;
   if (join == nullptr) {

@@ -21,8 +21,13 @@ namespace semitone::launch {
 //
 // A connection is a stranger's until it has asked to take part and JobState has admitted it. Any
 // program may open one, so a stranger costs little, however much it sends: one line of limited
-// length, which must be a join, and one answer. If the answer is a refusal or the outcome, nothing
-// more is read, and the connection is closed once the stranger has the answer.
+// length, which must be a join, and one answer. If the answer is a refusal, nothing more is read,
+// and the connection is closed once the stranger has the answer.
+//
+// Once the job is over, only its nodes are told the outcome. Launchers that connect later get no
+// answer and try again, up to their join timeout. Those of the next job at this address then find
+// it. A node that is late for this job cannot be told apart from them: it joins the next job if
+// that job admits it, and otherwise reports that nothing answers.
 class Coordinator {
  public:
   // @param listener  where the other nodes' launchers connect; closed for one node

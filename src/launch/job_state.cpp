@@ -14,8 +14,8 @@
 //
 // While it gathers (no node is running or done), nodes that join become `waiting`. The attempt
 // begins when all nodes.max have joined, or when nodes.min have joined and the last call is over,
-// or, after a failure, as soon as as many nodes as before are back. If join_timeout passes first,
-// the job ends.
+// or, after a failure, as soon as as many nodes as before are back; never without node 0. If
+// join_timeout passes first, the job ends.
 //
 // While an attempt runs, its nodes are `running`, then `done`. The job ends when all are done. A
 // failure or a lost node ends it too, unless a restart is left. A restart makes all members
@@ -58,16 +58,14 @@ std::string describe_ranks(int first, int count) {
 JobState::JobState(Job job, Time now) : job_(std::move(job)), gathering_since_(now) {}
 
 void JobState::joined(Id id, const Join& join, Time now) {
+  // The nodes of the job were told its outcome. Another launcher may belong to the next job at this
+  // address, and would take the outcome for that of its own job.
+  if (is_over()) return;
   const auto found = nodes_.find(id);
   // A node that takes part already has no reason to ask.
-  if (!is_over() && found != nodes_.end() && found->second.state != State::stopping) return;
-  // The outcome, too, is for this job's launchers only: it has the last lines of a process.
+  if (found != nodes_.end() && found->second.state != State::stopping) return;
   if (const std::string refusal = refusal_reason(id, join); !refusal.empty()) {
     outbox_.emplace_back(id, Outcome{Outcome::Kind::refused, std::nullopt, refusal});
-    return;
-  }
-  if (is_over()) {
-    outbox_.emplace_back(id, *outcome_);
     return;
   }
   if (found != nodes_.end()) {
@@ -210,7 +208,8 @@ void JobState::tick(Time now) {
   }
   if (count(State::stopping) > 0) return;
   if (waiting == job_.nodes.max) return begin_attempt();
-  if (waiting >= job_.nodes.min) {
+  // Node 0's launcher manages the job, and its address is MASTER_ADDR.
+  if (waiting >= job_.nodes.min && has(kNode0)) {
     const bool has_new = last_call_.has_value();
     if (!has_new && previous_nodes_ > 0 && waiting >= previous_nodes_) return begin_attempt();
     if (!has_new) last_call_ = now + job_.last_call;

@@ -39,7 +39,8 @@ class JobState {
 
   JobState(Job job, Time now);
 
-  // A launcher asks to take part. If has(id) is false afterwards, a message tells the launcher why.
+  // A launcher asks to take part. If has(id) is false afterwards, a message tells the launcher why,
+  // unless the job is over.
   void joined(Id id, const Join& join, Time now);
   void failed(Id id, const WorkerFailure& failure, Time now);
   void succeeded(Id id);
@@ -52,7 +53,7 @@ class JobState {
   Time deadline() const;
   // Whether a connection is that of a node that takes part, or waits for room.
   bool has(Id id) const { return nodes_.contains(id); }
-  // Whether the job is over: only outcomes for late launchers follow.
+  // Whether the job is over: the last messages are the outcome for each node.
   bool is_over() const { return outcome_.has_value(); }
   // The messages to send since the last call.
   Messages take_messages() { return std::exchange(outbox_, {}); }

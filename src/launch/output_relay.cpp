@@ -3,12 +3,15 @@
 #include "src/core/log.h"
 #include "src/launch/quiet_thread.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <optional>
+#include <utility>
 
 namespace semitone::launch {
 namespace {
@@ -19,6 +22,12 @@ constexpr std::size_t kMaxBytes = 1 << 16;
 // The size that a pipe accepts in one piece, without blocking once poll() reports that it is
 // writable.
 constexpr std::size_t kAtomicWrite = 4096;
+
+std::size_t bytes_in(const Descriptor& pipe) {
+  int count = 0;
+  ::ioctl(pipe.number(), FIONREAD, &count);
+  return static_cast<std::size_t>(std::max(count, 0));
+}
 
 }  // namespace
 
@@ -32,11 +41,13 @@ std::string last_lines_of(std::string_view text) {
 
 struct OutputRelay::Stream {
   Source source;
-  std::string partial;  // of a line
+  std::string partial;                   // of a line
+  std::optional<std::size_t> remaining;  // bytes to read, once it is retired
 
   // Under the mutex:
-  std::string last;      // what it wrote last, kMostBytes of it
-  bool drained = false;  // nothing was there
+  std::string last;  // what it wrote last, kMostBytes of it
+  int requests = 0;  // calls of last_lines()
+  int drained = 0;   // the requests before a read that found nothing
   bool retired = false;
   bool ended = false;  // nothing will come
 };
@@ -66,10 +77,10 @@ std::string OutputRelay::last_lines(Id id) {
   const auto found = streams_.find(id);
   if (found == streams_.end()) return {};
   const std::shared_ptr<Stream> stream = found->second;
-  stream->drained = false;
+  const int request = ++stream->requests;
   wake();
   changed_.wait_for(lock, std::chrono::seconds(1),
-                    [&] { return stream->drained || stream->ended; });
+                    [&] { return stream->drained >= request || stream->ended; });
   return last_lines_of(stream->last);
 }
 
@@ -120,7 +131,7 @@ void OutputRelay::run() {
     }
     std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}};
     for (const auto& stream : streams) events.push_back({stream->source.pipe.number(), POLLIN, 0});
-    // A retired stream has no event if it has no more output: it is read until nothing is there.
+    // A retired stream has no event if it has no more output: it is read until it has ended.
     const bool has_retired = std::any_of(streams.begin(), streams.end(),
                                          [&](const auto& stream) { return is_retired(*stream); });
     net::poll_until(events, has_retired ? net::Clock::now() : net::Time::max());
@@ -147,11 +158,21 @@ bool OutputRelay::is_retired(const Stream& stream) {
 
 // Reads one piece, so that no stream waits long for the others.
 void OutputRelay::read(Stream& stream) {
+  std::unique_lock lock(mutex_);
+  // As they are before the read: what is written after it may belong to a later request.
+  const bool retired = stream.retired;
+  const int requests = stream.requests;
+  lock.unlock();
+  // Not more than there is now: a process that left its group may write without pause.
+  if (retired && !stream.remaining.has_value()) stream.remaining = bytes_in(stream.source.pipe);
   std::array<char, kMaxBytes> buffer;
-  const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), buffer.size());
+  // A read of 0 bytes is an end, too.
+  const std::size_t most = std::min(stream.remaining.value_or(kMaxBytes), buffer.size());
+  const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), most);
   const bool nothing = count < 0 && errno == EAGAIN;
   if (count < 0 && errno == EINTR) return;
   if (count > 0) {
+    if (stream.remaining.has_value()) *stream.remaining -= static_cast<std::size_t>(count);
     const std::string_view text(buffer.data(), static_cast<std::size_t>(count));
     if (stream.source.file.is_open() && !write_all(stream.source.file.number(), text)) {
       log()->warn("a log file of {} cannot be written any more: {}", stream.source.prefix,
@@ -160,18 +181,18 @@ void OutputRelay::read(Stream& stream) {
     }
     stream.partial += text;
     relay(stream, false);
-    const std::lock_guard lock(mutex_);
+    lock.lock();
     stream.last += text;
     if (stream.last.size() > 2 * kMaxBytes) stream.last.erase(0, stream.last.size() - kMaxBytes);
     return;
   }
-  const bool ended = !nothing || is_retired(stream);
+  const bool ended = !nothing || retired;
   if (ended) {
     relay(stream, true);
     stream.source.pipe.close();
   }
-  const std::lock_guard lock(mutex_);
-  stream.drained = true;
+  lock.lock();
+  stream.drained = requests;
   stream.ended = ended;
   changed_.notify_all();
 }
@@ -208,10 +229,17 @@ void OutputRelay::write_console(int console, std::string_view text) {
     if (aborted_) return;
     if (events[0].revents == 0) continue;
     const ssize_t count = ::write(console, text.data(), std::min(text.size(), kAtomicWrite));
+    const int error = errno;
     if (count > 0) {
       text.remove_prefix(static_cast<std::size_t>(count));
-    } else if (errno != EINTR && errno != EAGAIN) {
+    } else if (error == EPIPE) {
       gone = true;  // it has no reader any more; the files continue
+    } else if (error != EINTR && error != EAGAIN) {
+      // A full disk may have room for what follows.
+      if (!std::exchange(console_has_failed_[console], true))
+        log()->warn("output of the processes is lost, since standard {} cannot be written: {}",
+                    console == STDERR_FILENO ? "error" : "output", reason_of(error));
+      return;
     }
   }
 }

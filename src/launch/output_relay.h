@@ -47,7 +47,7 @@ class OutputRelay {
   std::string last_lines(Id id);
 
   // Removes the source as soon as its available output is relayed, even if another process still
-  // has the other end.
+  // has the other end, and continues to write.
   void retire(Id id);
 
   // Retires all sources, and waits until everything is relayed. Drops the remaining output at this
@@ -70,7 +70,8 @@ class OutputRelay {
   net::WakeEvent wake_;
   net::WakeEvent abort_;
   std::atomic<bool> aborted_{false};
-  bool console_is_gone_[3] = {};  // by descriptor; of the thread
+  bool console_is_gone_[3] = {};     // by descriptor; of the thread
+  bool console_has_failed_[3] = {};  // likewise
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -191,7 +191,7 @@ void Rendezvous::check_deadline(const std::string& problem) const {
   throw Error(kComponent,
               fmt::format("node 0's launcher to answer at {} within {:.3g} s",
                           endpoint_.to_string(), options_.join_timeout().count()),
-              problem, "was it started? Is this the address of its machine, and the port open?");
+              problem, "was it started? Is its job over? Is the address right, and the port open?");
 }
 
 void Rendezvous::wait_to_retry(const Interrupt& interrupt) const {

@@ -24,6 +24,7 @@ Variables worker_environment(const Assignment& assignment, const LaunchOptions& 
       {env::kMasterAddr.name, assignment.master_addr},
       {env::kMasterPort.name, std::to_string(assignment.master_port)},
       {env::kRestartCount.name, std::to_string(assignment.restarts)},
+      {env::kAttempt.name, std::to_string(assignment.attempt)},
       {env::kMaxRestarts.name, std::to_string(assignment.max_restarts)},
       {env::kRunId.name, assignment.run_id},
       {env::kUseAgentStore.name, "False"},

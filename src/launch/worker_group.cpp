@@ -24,6 +24,8 @@ namespace {
 
 // How often to check if no event arrives.
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
+// How often to check whether the groups of processes that have ended are empty, which reads /proc.
+constexpr auto kGroupInterval = std::chrono::seconds(1);
 // How long SIGKILL may take: a process that waits for a disk or a driver does not react to it.
 constexpr auto kKillTimeout = std::chrono::seconds(30);
 
@@ -111,20 +113,27 @@ void WorkerGroup::watch(std::vector<pollfd>& events) const {
 }
 
 Time WorkerGroup::deadline(Time now) const {
-  const Time next = std::min(kill_at_, abandon_at_);
-  const bool must_poll = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
-    return worker.status.has_value() ? stopping_ && !worker.group_ended : !worker.handle.is_open();
-  });
-  return must_poll ? std::min(next, now + kPollInterval) : next;
+  Time next = std::min(kill_at_, abandon_at_);
+  for (const Worker& worker : workers_) {
+    if (!worker.status.has_value()) {
+      if (!worker.handle.is_open()) next = std::min(next, now + kPollInterval);
+    } else if (!worker.group_ended) {
+      next = std::min(next, stopping_ ? now + kPollInterval : check_groups_at_);
+    }
+  }
+  return next;
 }
 
 void WorkerGroup::update(Time now) {
   std::optional<std::size_t> first;
+  const bool check_groups = stopping_ || now >= check_groups_at_;
+  if (check_groups) check_groups_at_ = now + kGroupInterval;
   for (std::size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
     const bool ended = reap(worker);
-    // At once: without a process in it, the group's number may be reused.
-    check_group(worker);
+    // Soon: without a process in it, the group's number may be reused, and signal_all() would reach
+    // others.
+    if (ended || check_groups) check_group(worker);
     if (!ended || stopping_ || worker.status->success()) continue;
     // Of the processes that ended since the last check, one that a signal ended is the cause: the
     // others notice the loss and return an exit code.

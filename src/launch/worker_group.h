@@ -84,7 +84,8 @@ class WorkerGroup {
   std::vector<Worker> workers_;
   std::optional<std::size_t> failed_;  // index of the first
   bool stopping_ = false;
-  bool killed_ = false;  // SIGKILL was sent to all
+  bool killed_ = false;     // SIGKILL was sent to all
+  Time check_groups_at_{};  // those of processes that have ended
   Time kill_at_ = Time::max();
   Time abandon_at_ = Time::max();
 };

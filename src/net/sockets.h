@@ -33,6 +33,9 @@ class Listener {
   // The descriptor to poll for POLLIN; negative without a socket, or for a moment if nothing can be
   // accepted.
   int descriptor() const { return Clock::now() < paused_until_ ? -1 : socket_.number(); }
+  // When that moment is over; Time::max() if descriptor() is not negative because of it. To be
+  // called before descriptor(), so that a moment that ends between the two calls is not missed.
+  Time deadline() const { return Clock::now() < paused_until_ ? paused_until_ : Time::max(); }
 
   // The new connections, a limited number in each call. Those beyond `most` are closed at once, as
   // are all while this process has no descriptor left (a warning is logged once): left in the queue,

@@ -113,6 +113,18 @@ TEST_F(TrainRecord, MayStandBesideTheCheckpoints) {
   EXPECT_THAT(steps_of(run(), "test/accuracy"), ElementsAre(3, 3));
 }
 
+// Also where nodes had joined, which leaves TORCHELASTIC_RESTART_COUNT as it was.
+TEST_F(TrainRecord, ContinuesWhereALauncherStartsTheTrainingAgain) {
+  const Words words = train({"--log-dir", run(), "--limit-batches", "2"});
+  ASSERT_TRUE(run_semitone(words).status.success());
+  for (const std::string name : {"SEMITONE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"}) {
+    const ProcessResult again = launch::run(
+        test::semitone_command(words).environment(name, "1").err(launch::Output::capture));
+    EXPECT_TRUE(again.status.success()) << again.err;
+  }
+  EXPECT_EQ(events_files(run()), 3);
+}
+
 TEST_F(TrainRecord, OfAnotherTrainingIsNotContinued) {
   const Words words = train({"--log-dir", run(), "--limit-batches", "2"});
   ASSERT_TRUE(run_semitone(words).status.success());

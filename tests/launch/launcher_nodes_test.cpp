@@ -417,6 +417,30 @@ TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
   EXPECT_EQ(ids_in(folder_ / "ids1").size(), 2U);
 }
 
+TEST_F(Nodes, MayHaveDifferentHeartbeatTimeouts) {
+  auto one = start(node("sleep 6", {2, 2}).heartbeat_timeout(Seconds(4)));
+  auto other = start(node("sleep 6", {2, 2}).heartbeat_timeout(Seconds(60)));
+  for (const LaunchResult& result : {one.get(), other.get()})
+    EXPECT_EQ(result.outcome, LaunchOutcome::succeeded) << result.reason;
+}
+
+TEST_F(Nodes, TheNextJobBeginsAlthoughAProcessOfThePreviousHasNotEnded) {
+  const std::string script =
+      "sh -c \"trap '' TERM; echo ready > $DIR/ready; sleep 1000\" &\n"
+      "while [ ! -e $DIR/ready ]; do sleep 0.01; done; exit 3";
+  auto previous = start(node(script, {1, 2}).grace(Seconds(100'000)));
+  EXPECT_TRUE(eventually([&] { return std::filesystem::exists(folder_ / "ready"); }));
+  EXPECT_TRUE(eventually(
+      [&] { return !net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).ok(); }));
+  auto next = start(node("exit 0", {1, 2}));
+  next.wait();
+  launchers_[0]->stop(SIGKILL);
+  EXPECT_EQ(previous.get().outcome, LaunchOutcome::failed);
+  const LaunchResult result = next.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(result.workers.size(), 1U);
+}
+
 TEST_F(Nodes, NodesOfAnotherProgramAreRefused) {
   auto host = start(node("exit 0", {2, 2}));
   ASSERT_TRUE(is_hosted());
@@ -609,6 +633,21 @@ TEST_F(NodeZero, EndsAlthoughAForkedProcessHasCopiesOfItsDescriptors) {
       [&] { return end.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }));
   // Otherwise a failed test would not end.
   copies.reset();
+}
+
+TEST_F(NodeZero, DoesNotAnswerStrangersOnceTheJobIsOver) {
+  start(std::chrono::minutes(10), 8);
+  const Descriptor stranger = connect();
+  Join join;
+  join.min_nodes = join.max_nodes = 2;
+  host_->send(join);
+  host_->send(Leave{"it was stopped"});
+  EXPECT_TRUE(eventually(
+      [&] { return net::connect_to(address_, std::chrono::seconds(1)).error == ECONNREFUSED; }));
+  send_all(stranger, encode(join) + "\n");
+  std::string answer;
+  EXPECT_TRUE(eventually([&] { return receive_to_end(stranger, answer); }));
+  EXPECT_EQ(answer, "");
 }
 
 }  // namespace

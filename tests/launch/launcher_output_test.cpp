@@ -4,16 +4,20 @@
 #include "src/launch/interrupt.h"
 #include "src/launch/output_relay.h"
 #include "tests/launch/launcher_fixture.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <future>
 #include <string>
@@ -31,6 +35,27 @@ using test::read_text;
 using test::write_text;
 
 using LauncherOutput = LauncherTest;
+
+// Replaces this process's standard output by a file until the end of its scope. Nothing is checked
+// before that, since failed checks are printed.
+class FileAsConsole {
+ public:
+  explicit FileAsConsole(const char* file)
+      : before_(::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1)) {
+    std::fflush(stdout);
+    const Descriptor opened(::open(file, O_WRONLY | O_CLOEXEC));
+    ::dup2(opened.number(), STDOUT_FILENO);
+  }
+  ~FileAsConsole() {
+    std::fflush(stdout);
+    ::dup2(before_.number(), STDOUT_FILENO);
+  }
+  FileAsConsole(const FileAsConsole&) = delete;
+  FileAsConsole& operator=(const FileAsConsole&) = delete;
+
+ private:
+  Descriptor before_;
+};
 
 TEST_F(LauncherOutput, WritesLogsByJobAttemptAndRank) {
   const auto logs = folder_ / "logs";
@@ -118,6 +143,28 @@ TEST_F(LauncherOutput, DoesNotWaitForOutputOfProcessesThatLeftTheirGroup) {
   for (const pid_t id : ids_in(folder_ / "ids")) ::kill(id, SIGKILL);
 }
 
+TEST_F(LauncherOutput, DoesNotFollowProcessesThatLeftTheirGroupAndWriteWithoutPause) {
+  const LaunchOptions options = shell(
+                                    "setsid sh -c \"echo \\$\\$ > $DIR/ids; exec yes\" &\n"
+                                    "while [ ! -s $DIR/ids ]; do sleep 0.01; done; exit 0")
+                                    .tee(Streams::out);
+  bool has_ended = false;
+  int exit_code = -1;
+  {
+    const FileAsConsole console("/dev/null");
+    auto result = std::async(std::launch::async, [&] { return run(options); });
+    has_ended = eventually(
+        [&] { return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
+    if (!has_ended) {
+      // Otherwise a failed test would not end.
+      for (const pid_t id : ids_in(folder_ / "ids")) ::kill(id, SIGKILL);
+    }
+    exit_code = result.get().exit_code();
+  }
+  EXPECT_TRUE(has_ended);
+  EXPECT_EQ(exit_code, 0);
+}
+
 TEST_F(LauncherOutput, IsCompleteAlthoughARestartFails) {
   const auto program = folder_ / "program";
   write_text(program, "#!/bin/sh\nseq 1 5000\nrm \"$0\"\nexit 1\n");
@@ -179,6 +226,36 @@ TEST_F(LauncherOutput, IsDroppedAtTheGivenTimeIfNothingReadsIt) {
   auto text = console.read();
   console.restore();
   EXPECT_LT(text.get().size(), numbers.size());
+}
+
+TEST_F(LauncherOutput, ContinuesWhenAFullDiskHasRoomAgain) {
+  const test::CapturedLog log;
+  UnreadConsole console;
+  bool was_tried = false;
+  {
+    const Interrupt interrupt;
+    OutputRelay relay;
+    Pipe pipe = make_pipe();
+    const OutputRelay::Id id = relay.add({std::move(pipe.read), STDOUT_FILENO, "", Descriptor()});
+    const auto is_tried = [&](const std::string& line, const std::string& lines) {
+      write_all(pipe.write.number(), line + "\n");
+      return eventually([&] { return relay.last_lines(id) == lines; });
+    };
+    {
+      const FileAsConsole full("/dev/full");
+      was_tried = is_tried("one", "one") && is_tried("two", "one\ntwo");
+    }
+    write_all(pipe.write.number(), "three\n");
+    relay.finish(interrupt);
+  }
+  auto text = console.read();
+  console.restore();
+  EXPECT_TRUE(was_tried);
+  EXPECT_EQ(text.get(), "three\n");
+  const std::string warning = log.text();
+  const auto place = warning.find(reason_of(ENOSPC));
+  EXPECT_NE(place, std::string::npos) << warning;
+  EXPECT_EQ(warning.find(reason_of(ENOSPC), place + 1), std::string::npos) << warning;
 }
 
 TEST_F(LauncherOutput, ALogFolderThatCannotBeCreatedIsAnError) {

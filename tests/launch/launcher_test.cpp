@@ -59,6 +59,7 @@ TEST_F(LauncherTest, SetsTheEnvironmentOfEachProcess) {
         {"ROLE_NAME", "trainer"},
         {"MASTER_ADDR", "127.0.0.1"},
         {"TORCHELASTIC_RESTART_COUNT", "0"},
+        {"SEMITONE_ATTEMPT", "0"},
         {"TORCHELASTIC_MAX_RESTARTS", "3"},
         {"TORCHELASTIC_RUN_ID", "my-job"},
         {"TORCHELASTIC_USE_AGENT_STORE", "False"},

@@ -1,5 +1,11 @@
 #include "src/launch/worker_group.h"
 
+#include "src/launch/attempt.h"
+#include "src/launch/channel.h"
+#include "src/launch/descriptor.h"
+#include "src/launch/interrupt.h"
+#include "src/launch/messages.h"
+#include "src/launch/output_relay.h"
 #include "src/launch/worker_reaper.h"
 #include "tests/launch/launcher_fixture.h"
 #include "tests/support/processes.h"
@@ -13,6 +19,7 @@
 #include <csignal>
 #include <future>
 #include <memory>
+#include <utility>
 
 namespace {
 
@@ -59,6 +66,44 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
   EXPECT_TRUE(test::is_running(id));
   all_are_deaf = false;
   ASSERT_EQ(::kill(id, SIGKILL), 0);
+}
+
+// Once the group is empty, its number may be reused.
+TEST(WorkerGroup, WatchesTheGroupOfAProcessThatHasEndedWhileOthersContinue) {
+  const auto options =
+      LaunchOptions("/bin/sh")
+          .arguments({"-c", "[ $RANK = 1 ] && exec sleep 1000; sleep 1000 & exit 0"})
+          .nproc_per_node(2);
+  WorkerReaper reaper(2);
+  OutputRelay relay;
+  WorkerGroup group(options, Assignment(), relay, reaper);
+  EXPECT_TRUE(test::eventually([&] {
+    const Time now = Clock::now();
+    group.update(now);
+    const Time deadline = group.deadline(now);
+    EXPECT_GT(deadline, now);
+    return deadline < Time::max();
+  }));
+}
+
+// Between node 0's answer and the start of the processes.
+TEST(Attempt, EndsAfterASignalThatTheRendezvousHasAcknowledged) {
+  const auto options = LaunchOptions("sleep").arguments({"1000"});
+  Interrupt interrupt;
+  interrupt.request(SIGTERM);
+  interrupt.acknowledge();
+  // Node 0 is there, and says nothing.
+  auto [socket, node0] = socket_pair();
+  Channel channel(std::move(socket), 24h);
+  WorkerReaper reaper(1);
+  OutputRelay relay;
+  Attempt attempt(options, Assignment(), interrupt, channel, relay, reaper);
+  auto outcome = std::async(std::launch::async, [&] { return attempt.run(); });
+  EXPECT_TRUE(test::eventually([&] { return outcome.wait_for(0s) == std::future_status::ready; }));
+  // Otherwise a failed test would not end.
+  interrupt.request(SIGKILL);
+  EXPECT_EQ(outcome.get().kind, Outcome::Kind::lost);
+  EXPECT_EQ(attempt.statuses().at(0).status.signal, SIGTERM);
 }
 
 TEST(WorkerReaper, EndsAlthoughAForkedProcessHasACopyOfItsSocket) {

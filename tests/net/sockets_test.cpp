@@ -171,6 +171,8 @@ TEST_F(ListenerTest, PausesIfNotEvenOneConnectionCanBeRefused) {
     all.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   EXPECT_TRUE(listener_.accept(10).empty());
   EXPECT_LT(listener_.descriptor(), 0);
+  // Otherwise its owner would wait for another event.
+  EXPECT_LT(listener_.deadline(), Time::max());
   all.clear();
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   std::vector<Descriptor> kept;
@@ -179,6 +181,7 @@ TEST_F(ListenerTest, PausesIfNotEvenOneConnectionCanBeRefused) {
     return kept.size() == 1;
   }));
   EXPECT_FALSE(is_closed(client));
+  EXPECT_EQ(listener_.deadline(), Time::max());
 }
 
 TEST(Connecting, EndsWithItsTimeout) {

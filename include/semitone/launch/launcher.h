@@ -19,10 +19,11 @@ namespace semitone::launch {
 /// LOCAL_WORLD_SIZE, GROUP_RANK (the node), GROUP_WORLD_SIZE, ROLE_NAME, ROLE_RANK,
 /// ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
 /// TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE and
-/// OMP_NUM_THREADS. Two values differ from torchrun's. TORCHELASTIC_USE_AGENT_STORE is False, since
-/// rank 0 hosts the store at MASTER_PORT. OMP_NUM_THREADS is the number of cores divided by the
-/// number of processes (torchrun: 1); it is not changed if it is set already or if there is one
-/// process. Standard input is empty.
+/// OMP_NUM_THREADS; and SEMITONE_ATTEMPT, how often they were started before. Two values differ
+/// from torchrun's. TORCHELASTIC_USE_AGENT_STORE is False, since rank 0 hosts the store at
+/// MASTER_PORT. OMP_NUM_THREADS is the number of cores divided by the number of processes
+/// (torchrun: 1); it is not changed if it is set already or if there is one process. Standard input
+/// is empty.
 ///
 /// If one process fails, all are stopped: the processes on every node get SIGTERM, and SIGKILL
 /// after the grace period. Each process leads a process group, so that the processes that it
