@@ -55,7 +55,8 @@ FlagEntry flag_of(const CLI::Option& option) {
 }
 
 CommandEntry entry_of(const CLI::App& app) {
-  CommandEntry entry{app.get_name(), app.get_description(), app.get_footer(), {}};
+  CommandEntry entry{
+      app.get_name(), app.get_description(), app.get_footer(), {}, app.get_prefix_command()};
   for (const CLI::Option* const option : app.get_options()) {
     const bool is_hidden = option->get_group().empty();
     if (!is_hidden) entry.flags.push_back(flag_of(*option));

@@ -27,6 +27,7 @@ struct CommandEntry {
   std::string help;
   std::string footer;  // notes, examples and exit codes
   std::vector<FlagEntry> flags;
+  bool runs_program = false;  // whose name and arguments come last
 };
 
 // The program itself comes first, then its commands in the order of --help.

@@ -30,7 +30,8 @@ Examples:
   semitone launch --nnodes 1:4 --rdzv-endpoint node0:29400 --max-restarts 3 build/train   the same on every node
 
 Exit codes: 0 every process returned 0; otherwise that of the first failed process, or 128 + N if signal N ended it;
-128 + N if signal N stopped the launcher; 1 if the job could not start or a node was lost; 2 wrong usage.
+128 + N if signal N stopped the launcher, and 137 if that was SIGTERM or SIGHUP and a process had to be killed after the
+grace period; 1 if the job could not start or a node was lost; 2 wrong usage.
 )";
 
 // Omits the spellings for users of torchrun, and shows the position of the program.
@@ -107,8 +108,9 @@ void add_node_flags(Flags& add, LaunchFlags& flags) {
   add.text("--master-addr", flags.master_addr, "ADDR",
            "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
-              "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The "
-              "launchers of several nodes use the next port for their rendezvous");
+              "Port of rank 0; 0: a free one for one node and with --rdzv-endpoint, else "
+              "$MASTER_PORT or 29500. The launchers of numbered nodes use the next port for their "
+              "rendezvous");
   add.text("--rdzv-endpoint", flags.rdzv_endpoint, "HOST[:PORT]",
            "Rendezvous endpoint, for nodes that are numbered in order of arrival; the launcher on "
            "that host is node 0. Default port: 29400");

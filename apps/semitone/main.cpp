@@ -52,6 +52,10 @@ std::vector<std::string> with_empty_values(const CLI::App& app,
   std::vector<std::string> result{words.front()};
   auto word = words.begin() + 1;
   for (; word != words.end(); ++word) {
+    if (runs_program && *word == "--") {  // as torchrun takes it
+      ++word;
+      break;
+    }
     if (runs_program && !word->starts_with('-')) break;
     if (word->starts_with("--") && word->find('=') == word->size() - 1) {
       result.push_back(word->substr(0, word->size() - 1));

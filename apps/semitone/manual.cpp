@@ -92,6 +92,7 @@ std::string synopsis(const CommandEntry& command, const CommandEntry& program) {
   text += " " + command.name + "\\fR [\\fIFLAGS\\fR]";
   for (const FlagEntry& flag : command.flags)
     if (flag.is_argument()) text += " \\fI" + escaped(flag.names.front()) + "\\fR";
+  if (command.runs_program) text += " \\fIPROGRAM\\fR [\\fIARGUMENTS...\\fR]";
   return text + "\n";
 }
 

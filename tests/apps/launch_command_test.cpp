@@ -82,6 +82,8 @@ TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
               AllOf(HasSubstr("[OPTIONS] PROGRAM [ARGUMENTS...]"), HasSubstr("--nproc-per-node"),
                     Not(HasSubstr("--nproc_per_node")), HasSubstr("-t,--tee"),
                     HasSubstr("Examples:\n  semitone launch"), HasSubstr("Exit codes:")));
+  EXPECT_THAT(run_semitone({"manual", "launch"}).out,
+              HasSubstr("\\fIPROGRAM\\fR [\\fIARGUMENTS...\\fR]"));
 }
 
 TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
@@ -90,6 +92,10 @@ TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
        "--nproc-per-node", "0", "--help", "--x=", "--", "-x", "train"});
   EXPECT_TRUE(finished.status.success()) << finished.err;
   EXPECT_EQ(finished.out, "--tee|--nproc-per-node|0|--help|--x=|--|-x|train|");
+  const ProcessResult after_dashes =
+      run_semitone({"launch", "--nproc-per-node", "1", "--", "printf", "%s|", "--help", "--"});
+  EXPECT_TRUE(after_dashes.status.success()) << after_dashes.err;
+  EXPECT_EQ(after_dashes.out, "--help|--|");
   // A program may have the name of a command.
   write_text(folder_ / "train", "#!/bin/sh\necho own\n");
   std::filesystem::permissions(folder_ / "train", std::filesystem::perms::owner_all);
