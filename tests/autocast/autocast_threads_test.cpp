@@ -87,6 +87,28 @@ TEST(AutocastState, WorksInParallelForOnEveryWorker) {
   EXPECT_EQ(product_dtype(), kFp16);
 }
 
+// As a server does, whose workers share the casts of the weights.
+TEST(AutocastState, EvaluatesAModelOnSeveralThreads) {
+  torch::nn::Sequential model(torch::nn::Linear(32, 64), torch::nn::ReLU(),
+                              torch::nn::Linear(64, 8));
+  const Autocast region(CastPolicy::semitone({kCpu, kBf16}).bind(*model));
+  const at::Tensor input = torch::randn({4, 32});
+  const at::Tensor want = model->forward(input).detach();
+  ASSERT_EQ(want.scalar_type(), kBf16);
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> workers;
+  for (int i = 0; i < 4; ++i) {
+    workers.emplace_back([&, state = AutocastState::current()] {
+      const auto scope = state.enter();
+      const c10::InferenceMode inference;
+      for (int request = 0; request < 50; ++request)
+        wrong += torch::equal(model->forward(input), want) ? 0 : 1;
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST(AutocastState, OutlivesTheRegion) {
   const auto state = [] {
     const Autocast region(kCpu, kFp16);

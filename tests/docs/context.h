@@ -7,10 +7,14 @@
 
 #include <torch/torch.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace semitone::docs {
@@ -44,6 +48,8 @@ torch::Tensor attention(const torch::Tensor& input);
 bool is_training();
 void test(Net& model, Loader& loader);
 void load_start(Net& model);
+std::optional<torch::Tensor> next_request();
+void reply(const torch::Tensor& output);
 double loss_of_steps(amp::MixedPrecision& mixed, Net& model, torch::optim::Optimizer& optimizer,
                      int steps);
 
