@@ -37,9 +37,9 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// their device; nothing is read from it.
 ///
 ///     for (auto& batch : loader) {
-///       const auto parts = batch.data.chunk(4);
+///       const auto parts = batch.data.chunk(4);  // a small batch gives fewer
 ///       const auto targets = batch.target.chunk(4);
-///       amp::accumulate(mixed, optimizer, 4, [&](std::int64_t i) {
+///       amp::accumulate(mixed, optimizer, parts.size(), [&](std::int64_t i) {
 ///         return loss_of(mixed.forward(model, parts[i]), targets[i]);
 ///       });
 ///       mixed.step(optimizer);
