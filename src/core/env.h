@@ -42,7 +42,7 @@ inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
                                          "True: the launcher runs the store, not rank 0"};
 inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
                                         "Number of restarts of the processes so far"};
-// Also counts what is no restart for torchrun: when nodes have joined or are lost and replaced.
+// Also counts the starts after nodes had joined, which TORCHELASTIC_RESTART_COUNT does not.
 inline constexpr Variable kAttempt{"SEMITONE_ATTEMPT",
                                    "How often the launcher has started the processes before"};
 inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};

@@ -250,9 +250,12 @@ void ExponentialMovingAverage::load(torch::serialize::InputArchive& archive) {
     const auto average = read_value<at::Tensor>(archive, "average" + std::to_string(i), component);
     must_be(c10::str("'", one.name, "' of shape ", one.tensor.sizes()),
             c10::str("'", one.name, "' of shape ", average.sizes()));
-    const auto dtype = one.tensor.scalar_type();
-    averages[i] = average.to(one.tensor.device(), is_16bit(dtype) ? at::kFloat : dtype,
-                             /*non_blocking=*/false, /*copy=*/true);
+    auto dtype = one.tensor.scalar_type();
+    if (is_16bit(dtype)) dtype = at::kFloat;
+    // The average of a weight that was cast is as wide as before.
+    if (average.is_floating_point() && c10::isFloatingType(dtype))
+      dtype = c10::promoteTypes(average.scalar_type(), dtype);
+    averages[i] = average.to(one.tensor.device(), dtype, /*non_blocking=*/false, /*copy=*/true);
   }
   for (std::size_t i = 0; i < averages.size(); ++i)
     state.weights[i].average = std::move(averages[i]);

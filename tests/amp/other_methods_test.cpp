@@ -13,6 +13,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -591,6 +592,14 @@ TEST(BackwardWithoutScaleLoss, IsWarnedOfWhereZeroGradDoesNotReach) {
   EXPECT_EQ(text.find("does not clear", said + 20), std::string::npos) << text;
   EXPECT_EQ(log_of("O2", true), "");
   EXPECT_EQ(log_of("O1", false), "");
+}
+
+TEST(Call, MayReturnAReferenceToAnArgument) {
+  Autoencoder model = autoencoder();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  auto mixed = initialize(model, optimizer, quiet("O2"));
+  const at::Tensor input = torch::arange(12.0);
+  expect_bitwise_equal(mixed.call(std::identity(), input), input);
 }
 
 // Its results are members.

@@ -66,13 +66,15 @@ class [[nodiscard]] MixedPrecision {
     } else if constexpr (requires {
                            model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
                          }) {
-      return with_cast_results([&]() -> decltype(auto) {
-        return model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
-      });
+      const auto run = [&](auto&&... cast_arguments) -> decltype(auto) {
+        return model.forward(std::forward<decltype(cast_arguments)>(cast_arguments)...);
+      };
+      return with_cast_results(run, map_tensors(std::forward<Arguments>(arguments), cast)...);
     } else {
-      return with_cast_results([&]() -> decltype(auto) {
-        return model->forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
-      });
+      const auto run = [&](auto&&... cast_arguments) -> decltype(auto) {
+        return model->forward(std::forward<decltype(cast_arguments)>(cast_arguments)...);
+      };
+      return with_cast_results(run, map_tensors(std::forward<Arguments>(arguments), cast)...);
     }
   }
 
@@ -84,9 +86,7 @@ class [[nodiscard]] MixedPrecision {
   auto call(Function&& function, Arguments&&... arguments) {
     const auto region = enter_any();
     const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
-    return with_cast_results([&]() -> decltype(auto) {
-      return std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
-    });
+    return with_cast_results(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
   }
 
   /// Returns the region in which forward() runs, for losses and for other methods of the models. It
@@ -247,13 +247,16 @@ class [[nodiscard]] MixedPrecision {
     return handle_of(*held);
   }
   static const void* handle_of(const torch::nn::AnyModule& module) { return module.ptr().get(); }
-  // Returns run(), which may be void, with its tensors cast.
-  template <typename Run>
-  auto with_cast_results(const Run& run) const {
-    if constexpr (std::is_void_v<decltype(run())>) {
-      run();
+  // Returns function(arguments...), which may be void, with its tensors cast. The arguments live
+  // until then: a result may refer to one.
+  template <typename Function, typename... Arguments>
+  auto with_cast_results(Function& function, Arguments&&... arguments) const {
+    const auto uncast = [this](const auto& leaf) { return this->cast_output(leaf); };
+    if constexpr (std::is_void_v<decltype(std::invoke(function,
+                                                      std::forward<Arguments>(arguments)...))>) {
+      std::invoke(function, std::forward<Arguments>(arguments)...);
     } else {
-      return map_tensors(run(), [this](const auto& leaf) { return this->cast_output(leaf); });
+      return map_tensors(std::invoke(function, std::forward<Arguments>(arguments)...), uncast);
     }
   }
   // Calls a script with a list of inputs, or with inputs one by one.

@@ -28,12 +28,12 @@ namespace semitone::amp {
 ///   at::parallel_for, see AutocastState.
 /// - An fp32 parameter that requires gradients is cast once, however often a region uses it. A
 ///   frozen one is cast at each use, unless the policy is bound to the model (CastPolicy::bind,
-///   amp::initialize), and so is one that was made in c10::InferenceMode, which does not count its
-///   changes. torch::nn::Linear passes weight.t() to its operator; this view uses the
-///   cached copy of the weight, too. There is one cached copy per dtype. A copy is not used any
-///   more once the weight has changed. A copy that was made without a gradient is replaced when a
-///   gradient is needed. All copies are dropped when the outermost region ends, or when a backward
-///   pass runs through one of them.
+///   amp::initialize). One that was made in c10::InferenceMode is always cast at each use, since
+///   such tensors have no version counter. torch::nn::Linear passes weight.t() to its operator;
+///   this view uses the cached copy of the weight, too. There is one cached copy per dtype. A copy
+///   is not used any more once the weight has changed. A copy that was made without a gradient is
+///   replaced when a gradient is needed. All copies are dropped when the outermost region ends, or
+///   when a backward pass runs through one of them.
 /// - A weight is taken as changed after every write that increments its version counter (in place,
 ///   through an alias, set_data), when its memory is replaced, and after a write to that memory by
 ///   add_ or sub_ in the region. On a CPU it is also taken as changed if one of 32 sampled elements
