@@ -42,10 +42,14 @@ std::vector<at::Tensor> masters_of(const std::vector<Averaged>& weights) {
   return exact_values_of(tensors);
 }
 
+// The dtype in which a tensor is averaged.
+c10::ScalarType average_dtype(const at::Tensor& tensor) {
+  return is_16bit(tensor.scalar_type()) ? at::kFloat : tensor.scalar_type();
+}
+
 // The weight in the dtype of its average: its master, itself, or a copy in fp32.
 at::Tensor exact_value(const at::Tensor& tensor, const at::Tensor& master) {
-  if (master.defined()) return master.detach();
-  return is_16bit(tensor.scalar_type()) ? tensor.detach().to(at::kFloat) : tensor.detach();
+  return master.defined() ? master.detach() : tensor.detach().to(average_dtype(tensor));
 }
 
 // Sets a weight, and its master if it has one.
@@ -57,11 +61,25 @@ void set_value(const at::Tensor& tensor, const at::Tensor& master, const at::Ten
   }
 }
 
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Of LibTorch's lists of named tensors.
+template <typename Tensors>
+Named named(const Tensors& tensors) {
+  Named all;
+  for (const auto& entry : tensors) {
+    if constexpr (requires { entry.key(); }) {
+      all.emplace_back(entry.key(), entry.value());
+    } else {  // of a TorchScript module
+      all.emplace_back(entry.name, entry.value);
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
 struct ExponentialMovingAverage::Impl {
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
   Impl(const ExponentialMovingAverageOptions& options_, const Named& parameters,
        const Named& buffers)
       : options(options_) {
@@ -110,26 +128,14 @@ struct ExponentialMovingAverage::Impl {
 };
 
 ExponentialMovingAverage::ExponentialMovingAverage(const torch::nn::Module& model,
-                                                   const ExponentialMovingAverageOptions& options) {
-  const auto named = [](const auto& tensors) {
-    Impl::Named all;
-    for (const auto& entry : tensors) all.emplace_back(entry.key(), entry.value());
-    return all;
-  };
-  impl_ = std::make_shared<Impl>(options, named(model.named_parameters()),
-                                 named(model.named_buffers()));
-}
+                                                   const ExponentialMovingAverageOptions& options)
+    : impl_(std::make_shared<Impl>(options, named(model.named_parameters()),
+                                   named(model.named_buffers()))) {}
 
 ExponentialMovingAverage::ExponentialMovingAverage(const torch::jit::Module& model,
-                                                   const ExponentialMovingAverageOptions& options) {
-  const auto named = [](const auto& tensors) {
-    Impl::Named all;
-    for (const auto& entry : tensors) all.emplace_back(entry.name, entry.value);
-    return all;
-  };
-  impl_ = std::make_shared<Impl>(options, named(model.named_parameters()),
-                                 named(model.named_buffers()));
-}
+                                                   const ExponentialMovingAverageOptions& options)
+    : impl_(std::make_shared<Impl>(options, named(model.named_parameters()),
+                                   named(model.named_buffers()))) {}
 
 ExponentialMovingAverage::ExponentialMovingAverage(ExponentialMovingAverage&&) noexcept = default;
 ExponentialMovingAverage& ExponentialMovingAverage::operator=(ExponentialMovingAverage&&) noexcept =
@@ -250,8 +256,7 @@ void ExponentialMovingAverage::load(torch::serialize::InputArchive& archive) {
     const auto average = read_value<at::Tensor>(archive, "average" + std::to_string(i), component);
     must_be(c10::str("'", one.name, "' of shape ", one.tensor.sizes()),
             c10::str("'", one.name, "' of shape ", average.sizes()));
-    auto dtype = one.tensor.scalar_type();
-    if (is_16bit(dtype)) dtype = at::kFloat;
+    auto dtype = average_dtype(one.tensor);
     // The average of a weight that was cast is as wide as before.
     if (average.is_floating_point() && c10::isFloatingType(dtype))
       dtype = c10::promoteTypes(average.scalar_type(), dtype);

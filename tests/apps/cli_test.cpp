@@ -3,15 +3,13 @@
 #include "src/launch/process.h"
 #include "tests/apps/cli_fixture.h"
 #include "tests/apps/semitone_command.h"
+#include "tests/support/terminal.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <pty.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <filesystem>
 #include <string>
 #include <utility>
@@ -167,10 +165,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
 }
 
 std::string on_a_terminal(const Words& arguments, bool no_color, int columns = 120) {
-  int terminal = -1;
-  const winsize size{24, static_cast<unsigned short>(columns), 0, 0};
-  const pid_t id = ::forkpty(&terminal, nullptr, nullptr, &size);
-  if (id == 0) {
+  const auto run = [&] {
     ::setenv("TERM", "xterm", 1);
     if (no_color) ::setenv("NO_COLOR", "1", 1);
     std::vector<char*> words{const_cast<char*>(SEMITONE_PROGRAM)};
@@ -178,18 +173,9 @@ std::string on_a_terminal(const Words& arguments, bool no_color, int columns = 1
       words.push_back(const_cast<char*>(argument.c_str()));
     words.push_back(nullptr);
     ::execv(SEMITONE_PROGRAM, words.data());
-    ::_exit(127);
-  }
-  std::string output;
-  std::array<char, 4096> buffer{};
-  // Ends with an error (EIO) where a pipe would end.
-  for (ssize_t count = 0; (count = ::read(terminal, buffer.data(), buffer.size())) > 0;)
-    output.append(buffer.data(), static_cast<std::size_t>(count));
-  ::close(terminal);
-  int status = 0;
-  EXPECT_EQ(::waitpid(id, &status, 0), id);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << output;
-  return output;
+    return 127;
+  };
+  return test::on_terminal(run, columns);
 }
 
 TEST_F(CliTest, ATerminalGetsAProgressBarAndBold) {

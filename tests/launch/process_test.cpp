@@ -4,10 +4,10 @@
 #include "src/launch/child.h"
 #include "tests/support/environment.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/terminal.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <pty.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <termios.h>
@@ -180,9 +180,7 @@ TEST(Process, DiesWithItsParentHoweverThatDies) {
 
 // As the processes of a job do: their groups are not in the terminal's foreground.
 TEST(Child, InAGroupOfItsOwnMayWriteToATerminalWithTostop) {
-  int terminal = -1;
-  const pid_t id = ::forkpty(&terminal, nullptr, nullptr, nullptr);
-  if (id == 0) {
+  const std::string output = test::on_terminal([] {
     ::alarm(60);  // a child that the terminal stops does not end
     termios settings{};
     ::tcgetattr(STDOUT_FILENO, &settings);
@@ -192,18 +190,8 @@ TEST(Child, InAGroupOfItsOwnMayWriteToATerminalWithTostop) {
     child.argv = {"echo", "hello"};
     child.own_group = true;
     child.death_signal = SIGKILL;
-    ::_exit(wait_for(start_child(child)).success() ? 0 : 1);
-  }
-  ASSERT_GT(id, 0);
-  std::string output;
-  std::array<char, 256> buffer{};
-  // Ends with an error (EIO) where a pipe would end.
-  for (ssize_t count = 0; (count = ::read(terminal, buffer.data(), buffer.size())) > 0;)
-    output.append(buffer.data(), static_cast<std::size_t>(count));
-  ::close(terminal);
-  int status = 0;
-  ASSERT_EQ(::waitpid(id, &status, 0), id);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    return wait_for(start_child(child)).success() ? 0 : 1;
+  });
   EXPECT_EQ(output, "hello\r\n");
 }
 

@@ -6,6 +6,7 @@
 #include "semitone/autocast/cast_tree.h"
 #include "semitone/autocast/fp8_scaling.h"
 #include "semitone/autocast/model.h"
+#include "semitone/core/detail/call_script.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "semitone/scaling/loss_scaler.h"
 #include "semitone/scaling/step.h"
@@ -18,7 +19,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -61,8 +61,8 @@ class [[nodiscard]] MixedPrecision {
     const auto region = enter(handle_of(model));
     const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
     if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
-      return cast_output(
-          run_script(model, map_tensors(std::forward<Arguments>(arguments), cast)...));
+      return cast_output(semitone::detail::call_script(
+          model, map_tensors(std::forward<Arguments>(arguments), cast)...));
     } else if constexpr (requires {
                            model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
                          }) {
@@ -257,19 +257,6 @@ class [[nodiscard]] MixedPrecision {
       std::invoke(function, std::forward<Arguments>(arguments)...);
     } else {
       return map_tensors(std::invoke(function, std::forward<Arguments>(arguments)...), uncast);
-    }
-  }
-  // Calls a script with a list of inputs, or with inputs one by one.
-  template <typename... Inputs>
-  static c10::IValue run_script(torch::jit::Module& script, Inputs&&... inputs) {
-    constexpr bool is_list =
-        std::is_same_v<std::tuple<std::decay_t<Inputs>...>, std::tuple<std::vector<c10::IValue>>> ||
-        std::is_same_v<std::tuple<std::decay_t<Inputs>...>,
-                       std::tuple<std::vector<c10::IValue>, torch::jit::Kwargs>>;
-    if constexpr (is_list) {
-      return script.forward(std::forward<Inputs>(inputs)...);
-    } else {
-      return script.forward({c10::IValue(std::forward<Inputs>(inputs))...});
     }
   }
   struct Region;

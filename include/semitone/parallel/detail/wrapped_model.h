@@ -1,13 +1,12 @@
 #pragma once
 
-#include <ATen/core/ivalue.h>
+#include "semitone/core/detail/call_script.h"
+
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
-#include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace semitone::parallel::detail {
 
@@ -33,19 +32,12 @@ class WrappedModel {
  protected:
   explicit WrappedModel(Model model) : model_(std::move(model)) {}
 
-  /// Calls the forward of the model, or of a copy. A TorchScript module takes IValues, arguments
-  /// that convert to them, or a std::vector<IValue> of all inputs, with or without
-  /// torch::jit::Kwargs.
+  /// Calls the forward of the model, or of a copy. A TorchScript module takes what call_script
+  /// takes.
   template <typename Module, typename... Arguments>
   static auto call(Module& module, Arguments&&... arguments) {
-    using Given = std::tuple<std::decay_t<Arguments>...>;
-    constexpr bool is_list =
-        std::is_same_v<Given, std::tuple<std::vector<c10::IValue>>> ||
-        std::is_same_v<Given, std::tuple<std::vector<c10::IValue>, torch::jit::Kwargs>>;
-    if constexpr (kIsScript && is_list) {
-      return module.forward(std::forward<Arguments>(arguments)...);
-    } else if constexpr (kIsScript) {
-      return module.forward({c10::IValue(std::forward<Arguments>(arguments))...});
+    if constexpr (kIsScript) {
+      return semitone::detail::call_script(module, std::forward<Arguments>(arguments)...);
     } else {
       return module.forward(std::forward<Arguments>(arguments)...);
     }
