@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -200,9 +201,12 @@ TEST_P(CrossEntropyKernels, ExtremeLogitsGiveWhatLibTorchGives) {
                                    base * 1e4,
                                    base + 1e4,
                                    base - 1e4,
+                                   torch::full({classes}, -1e30),
+                                   torch::full({classes}, -dtype_limits(dtype).max),
                                    torch::full({classes}, -kInf),
                                    torch::full({classes}, kInf)};
-      for (const double value : {1e4, -1e4, kInf, -kInf, std::nan("")}) {
+      for (const double value :
+           {1e4, -1e4, 1e9, -1e9, 1e10, -1e10, 1e30, -1e30, kInf, -kInf, std::nan("")}) {
         for (const std::int64_t at : {std::int64_t{0}, classes / 2, classes - 1}) {
           rows.push_back(base.clone());
           rows.back()[at] = value;
@@ -253,13 +257,17 @@ TEST_P(CrossEntropyKernels, LossesOfLikelyTargetsAreNotNegative) {
 
 TEST_P(CrossEntropyKernels, ClassesMaskedWithTheLowestNumberHaveNoPart) {
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
-    const at::Tensor logits = torch::randn({5, 700}).to(dtype);
-    logits.slice(1, 0, 3).fill_(-dtype_limits(dtype).max);
-    logits.slice(1, 20, 600).fill_(-dtype_limits(dtype).max);
-    const ClassTargets targets{torch::full({5}, 10, torch::kLong), kIgnored, 0};
-    const at::Tensor want = at::cross_entropy_loss(logits.to(torch::kDouble), targets.classes, {},
-                                                   at::Reduction::None, kIgnored, 0);
-    expect_losses(cross_entropy(logits, targets).loss, want, dtype);
+    const double lowest = -dtype_limits(dtype).max;
+    for (const double value : {lowest, std::max(-1e10, lowest), std::max(-1e30, lowest)}) {
+      SCOPED_TRACE(c10::str(dtype_name(dtype), " ", value));
+      const at::Tensor logits = torch::randn({5, 700}).to(dtype);
+      logits.slice(1, 0, 3).fill_(value);
+      logits.slice(1, 20, 600).fill_(value);
+      const ClassTargets targets{torch::full({5}, 10, torch::kLong), kIgnored, 0};
+      const at::Tensor want = at::cross_entropy_loss(logits.to(torch::kDouble), targets.classes, {},
+                                                     at::Reduction::None, kIgnored, 0);
+      expect_losses(cross_entropy(logits, targets).loss, want, dtype);
+    }
   }
 }
 

@@ -39,22 +39,24 @@ __device__ float power_of_two(float exponent) {
   return number_of(static_cast<std::uint32_t>(fminf(fmaxf(exponent, -127), 0) + 127) << 23);
 }
 
-// The exponent of the power of two behind exp(max), or 0 as long as all numbers are below -2^127. It
-// is infinite for a max above 2^127, and the row's results are then NaN.
+// Exponents behind smaller numbers are exact whole numbers.
+constexpr float kFar = 0x1p23F;
+
+// The exponent of the power of two behind exp(max).
 __device__ float exponent_behind(float max) {
-  const float exponent = ceilf(max * kLog2OfE);
-  return exponent == -kInfinity ? 0 : exponent;
+  return ceilf(max * kLog2OfE);
 }
 
-// The largest of the numbers seen so far, and the sum of exp(number) 2^-exponent, where 2^exponent
-// is the power of two behind the largest: one look at each number is enough. A larger number
-// rescales the sum, exactly. exp(x) is 2^(x log2(e)) with one rounding of the exponent; log2(e)
-// is rounded in the same way everywhere. NaNs do not become the largest, but the sum is NaN.
+// The largest of the numbers seen so far, at least -kFar, and the sum of exp(number) 2^-exponent,
+// where 2^exponent is the power of two behind the largest: one look at each number is enough. A
+// larger number rescales the sum, exactly, up to kFar. exp(x) is 2^(x log2(e)) with one rounding of
+// the exponent; log2(e) is rounded in the same way everywhere. NaNs do not become the largest, but
+// the sum is NaN.
 template <bool kSumsExponents>
 class Softmax {
  public:
   // origin: exponents are summed as differences from this one.
-  __device__ explicit Softmax(float origin) : origin_(origin), away_(-origin) {}
+  __device__ explicit Softmax(float origin) : origin_(origin), away_(exponent_ - origin) {}
 
   template <unsigned N>
   __device__ void add(const float (&values)[N]) {
@@ -87,13 +89,45 @@ class Softmax {
   __device__ double exponents() const { return exponents_.total(); }
 
  private:
-  float max_ = -kInfinity;
-  float exponent_ = 0;
+  float max_ = -kFar;
+  float exponent_ = exponent_behind(-kFar);
   float origin_;
   float away_;
   PairSum sum_;
   PairSum exponents_;
 };
+
+// Of a row whose largest logit is too far from 0 for powers of two, or whose exponents have no
+// finite sum: by differences from the largest logit, with a second look at each.
+template <typename F>
+__device__ void loss_of_far_row(const CrossEntropyRows& rows, const CrossEntropyResults& results,
+                                std::size_t row) {
+  const std::size_t first = row * rows.stride;
+  float max = -kInfinity;
+  for (std::size_t k = threadIdx.x; k < rows.classes; k += blockDim.x)
+    max = fmaxf(max, load<F>(rows.logits, first + k));
+  max = over_block(max, LargerNumber{});
+  const auto away_from_max = [&](float logit) {
+    return static_cast<double>(logit) - static_cast<double>(max);
+  };
+  double sum = 0;
+  double logs = 0;
+  for (std::size_t k = threadIdx.x; k < rows.classes; k += blockDim.x) {
+    const double away = away_from_max(load<F>(rows.logits, first + k));
+    sum += static_cast<double>(exp_of(static_cast<float>(away)));
+    logs += away;
+  }
+  sum = block_sum(sum);
+  logs = block_sum(logs);
+  if (threadIdx.x != 0) return;
+  const double smoothing = rows.label_smoothing;
+  const std::size_t target = first + static_cast<std::size_t>(rows.target[row]);
+  double expected = (1 - smoothing) * away_from_max(load<F>(rows.logits, target));
+  if (smoothing != 0) expected += smoothing * logs / static_cast<double>(rows.classes);
+  results.loss[row] = static_cast<float>(log(sum) - expected);
+  results.max[row] = max;
+  results.inv_sum[row] = static_cast<float>(1 / sum);
+}
 
 // One block per row.
 template <typename F, bool kSmooths>
@@ -113,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   const float target = load<F>(rows.logits, first + static_cast<std::size_t>(rows.target[row]));
   // Exponents are summed from one of the row, since the sums of the exponents themselves would
   // lose digits if all are large.
-  const float origin = target - target == 0 ? exponent_behind(target) : 0;
+  const float origin = fabsf(target) < kFar ? exponent_behind(target) : 0;
   Softmax<kSmooths> own(origin);
   for_chunks<kChunk>(first, first + rows.classes, head_of_row<F>(rows.logits, first, nullptr, 0),
                      {threadIdx.x, blockDim.x}, [&](std::size_t i, auto count) {
@@ -124,6 +158,8 @@ __global__ void __launch_bounds__(kThreads)
   const float max = over_block(own.max(), LargerNumber{});
   const double sum = block_sum(own.sum(max));
   const double exponents = kSmooths ? block_sum(own.exponents()) : 0;
+  if (!(fabsf(max) < kFar) || (kSmooths && exponents - exponents != 0))
+    return loss_of_far_row<F>(rows, results, row);
   if (threadIdx.x != 0) return;
   // Logarithms are differences from that of the power of two behind the largest logit. The powers
   // near it are computed as in the sum, with the same error: a sum is not below one of its terms.
