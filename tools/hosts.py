@@ -12,7 +12,9 @@ killed, and the hosts are gone, when the `with` ends, however it does; what a ki
 """
 import argparse
 import os
+import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,11 @@ def ip(*arguments, check=True):
     if check and done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def own_files(namespace):
+    """What `ip netns exec` shows in the place of files of /etc."""
+    return pathlib.Path("/etc/netns") / namespace
 
 
 def processes_in(namespace):
@@ -43,6 +50,7 @@ def remove(namespace):
                 pass
         time.sleep(0.05)
     ip("netns", "del", namespace, check=False)
+    shutil.rmtree(own_files(namespace), ignore_errors=True)
 
 
 def remove_leftovers():
@@ -68,6 +76,11 @@ class Host:
     def ip(self, *arguments):
         return ip("-n", self.namespace, *arguments)
 
+    def know(self, name, address):
+        """From now on this host resolves a name, if it has names of its own."""
+        with open(own_files(self.namespace) / "hosts", "a") as hosts:
+            hosts.write(f"{address} {name}\n")
+
     def unplug(self):
         self.ip("link", "set", "eth0", "down")
 
@@ -76,11 +89,13 @@ class Host:
 
 
 class Hosts:
-    """`rate`: limit of each link in each direction, in tc's syntax ("1gbit"); None: no limit."""
+    """`rate`: limit of each link in each direction, in tc's syntax ("1gbit"); None: no limit. `own_names`: no host knows any
+    name but localhost and those that Host.know() tells it."""
 
-    def __init__(self, count, rate=None):
+    def __init__(self, count, rate=None, own_names=False):
         self._count = count
         self._rate = rate
+        self._own_names = own_names
         self._switch = f"{PREFIX}-{os.getpid()}-switch"
         self._hosts = [Host(f"{PREFIX}-{os.getpid()}-{n}", f"10.77.0.{n + 1}") for n in range(count)]
 
@@ -109,6 +124,10 @@ class Hosts:
             ip("netns", "add", host.namespace)
             ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
             ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            if self._own_names:
+                own_files(host.namespace).mkdir(parents=True)
+                host.know("localhost", "127.0.0.1")
+                (own_files(host.namespace) / "nsswitch.conf").write_text("hosts: files\n")
             host.ip("address", "add", f"{host.address}/24", "dev", "eth0")
             host.ip("link", "set", "lo", "up")
             host.ip("link", "set", "eth0", "up")

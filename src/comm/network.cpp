@@ -2,12 +2,10 @@
 
 #include "semitone/core/error.h"
 #include "src/comm/ranks.h"
-#include "src/core/log.h"
 #include "src/net/sockets.h"
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <thread>
@@ -15,10 +13,6 @@
 
 namespace semitone::comm {
 namespace {
-
-// All ranks of a job ask the same name servers.
-constexpr std::chrono::seconds kLookupInterval(1);
-constexpr std::chrono::seconds kWarnAfter(5);
 
 std::string to_text(std::chrono::milliseconds duration) {
   return seconds(std::round(std::chrono::duration<double>(duration).count() * 10) / 10);
@@ -41,25 +35,11 @@ void throw_unresolved(const std::string& problem) {
               "check MASTER_ADDR or the host in the URL");
 }
 
-void LookupRetries::wait(int lookup_error, const std::string& problem) {
-  const net::Time now = net::Clock::now();
-  std::chrono::milliseconds limit = timeouts_.any;
-  net::Time end = start_ + limit;
-  if (lookup_error == EAI_AGAIN) {
-    unknown_since_.reset();
-  } else {
-    if (!unknown_since_.has_value()) unknown_since_ = now;
-    if (*unknown_since_ + timeouts_.unknown < end) {
-      limit = timeouts_.unknown;
-      end = *unknown_since_ + limit;
-    }
-  }
-  if (now >= end) throw_unresolved(fmt::format("{}, for {}", problem, to_text(limit)));
-  if (now - start_ >= kWarnAfter && !std::exchange(warned_, true)) {
-    log()->warn("the master's name cannot be resolved yet: {}; trying again for up to {}", problem,
-                to_text(limit));
-  }
-  std::this_thread::sleep_for(std::min<net::Clock::duration>(end - now, kLookupInterval));
+void wait_to_look_up(net::LookupRetries& retries, int lookup_error, const std::string& problem) {
+  const auto next = retries.next(lookup_error, problem);
+  if (!next.has_value())
+    throw_unresolved(fmt::format("{}, for {}", problem, to_text(retries.limit())));
+  std::this_thread::sleep_until(*next);
 }
 
 Descriptor listen_on(const std::string& host, int port) {

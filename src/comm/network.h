@@ -2,10 +2,8 @@
 
 #include "src/core/descriptor.h"
 #include "src/net/address.h"
-#include "src/net/clock.h"
+#include "src/net/lookups.h"
 
-#include <chrono>
-#include <optional>
 #include <string>
 
 // The network layer (src/net) with the errors of comm::init.
@@ -23,39 +21,19 @@ net::Result<Value> resolved(net::Result<Value> result) {
   return result;
 }
 
-// How long a name that cannot be resolved is looked up again.
-struct LookupTimeouts {
-  std::chrono::milliseconds any{};  // whatever the reason
-  // If name servers answer that there is no such name. That of a pod appears some time after the
-  // pod has started; one that is mistyped never does.
-  std::chrono::milliseconds unknown = std::chrono::seconds(60);
-};
-
-// The waits between look-ups of a name.
-class LookupRetries {
- public:
-  explicit LookupRetries(const LookupTimeouts& timeouts) : timeouts_(timeouts) {}
-
-  // Waits until the next look-up. Error if no time is left.
-  // @param lookup_error, problem  of the last one, as in net::Result
-  void wait(int lookup_error, const std::string& problem);
-
- private:
-  const LookupTimeouts timeouts_;
-  const net::Time start_ = net::Clock::now();
-  std::optional<net::Time> unknown_since_;
-  bool warned_ = false;
-};
+// Waits until the next look-up. Error if no time is left.
+// @param lookup_error, problem  of the last one, as in net::Result
+void wait_to_look_up(net::LookupRetries& retries, int lookup_error, const std::string& problem);
 
 // Calls a function of the network again until the host's name is resolved, and passes its result
 // on. Error if that takes too long.
 template <typename Lookup>
-auto resolved_within(const LookupTimeouts& timeouts, const Lookup& lookup) {
-  LookupRetries retries(timeouts);
+auto resolved_within(const net::LookupTimeouts& timeouts, const Lookup& lookup) {
+  net::LookupRetries retries(timeouts);
   for (;;) {
     auto result = lookup();
     if (result.lookup_error == 0) return result;
-    retries.wait(result.lookup_error, result.problem);
+    wait_to_look_up(retries, result.lookup_error, result.problem);
   }
 }
 

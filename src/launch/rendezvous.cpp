@@ -5,13 +5,16 @@
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
 #include "src/launch/ports.h"
+#include "src/net/lookups.h"
 #include "src/net/polling.h"
 #include "src/net/sockets.h"
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <ctime>
 #include <random>
 #include <utility>
@@ -81,33 +84,25 @@ void Rendezvous::start_static() {
   endpoint_ = {options_.master_addr(), port + 1};
   if (options_.node_rank() > 0) return;
   require_free(port);
-  auto opened = listen_at(endpoint_);
-  if (!opened.ok()) throw_cannot_listen(endpoint_, opened);
-  Job numbered = job();
-  numbered.numbered = true;
-  numbered.master_addr = options_.master_addr();
-  numbered.master_port = port;
-  host(std::move(numbered), std::move(opened.value));
+  open_channel();
 }
 
 void Rendezvous::start_at_endpoint() {
   endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
   const auto opened = host_at_endpoint();
-  port_was_used_ = opened.error == EADDRINUSE;
-  if (!opened.ok() && opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
-      opened.error != EHOSTUNREACH) {
-    throw_cannot_listen(endpoint_, opened);
-  }
-  if (opened.lookup_error == EAI_NONAME)
-    throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
+  may_become_node_0_ = opened.error == EADDRINUSE || opened.lookup_error != 0;
   // Otherwise the address is another machine's, or another launcher of this machine uses it.
+  if (!opened.ok() && !may_become_node_0_ && opened.error != EADDRNOTAVAIL)
+    throw_cannot_listen(endpoint_, opened);
 }
 
 net::Result<Descriptor> Rendezvous::host_at_endpoint() {
   auto opened = listen_at(endpoint_);
   if (opened.ok()) {
     Job open = job();
+    open.numbered = is_numbered();
     open.master_addr = endpoint_.host;
+    if (open.numbered) open.master_port = endpoint_.port - 1;
     host(std::move(open), std::exchange(opened.value, Descriptor()));
   }
   return opened;
@@ -117,6 +112,10 @@ void Rendezvous::host(Job job, Descriptor listener) {
   if (!options_.local_addr().empty()) job.master_addr = options_.local_addr();
   coordinator_.emplace(std::move(job), std::move(listener), duration(options_.heartbeat_timeout()));
   channel_.emplace(coordinator_->connect());
+}
+
+bool Rendezvous::is_numbered() const {
+  return options_.rdzv_endpoint().empty() && options_.nnodes().max > 1;
 }
 
 Job Rendezvous::job() const {
@@ -151,8 +150,7 @@ Join Rendezvous::request() const {
   join.run_id = options_.rdzv_id();
   join.min_nodes = options_.nnodes().min;
   join.max_nodes = options_.nnodes().max;
-  const bool numbered = options_.rdzv_endpoint().empty() && options_.nnodes().max > 1;
-  join.node_rank = numbered ? options_.node_rank() : -1;
+  join.node_rank = is_numbered() ? options_.node_rank() : -1;
   join.processes = options_.nproc_per_node();
   join.program = program();
   join.command = command_digest();
@@ -160,27 +158,49 @@ Join Rendezvous::request() const {
   return join;
 }
 
-// Connects to node 0, or becomes it. False if interrupted.
-bool Rendezvous::connect(const Interrupt& interrupt) {
-  for (; interrupt.signal() == 0; wait_to_retry(interrupt)) {
-    // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
-    // it: that is not an answer.
-    auto opened = net::connect_to({endpoint_.host, endpoint_.port}, kConnectTimeout);
-    if (opened.ok()) {
-      channel_.emplace(std::move(opened.value), duration(options_.heartbeat_timeout()));
-      channel_->send(request());
-      return true;
-    }
-    if (opened.lookup_error == EAI_NONAME)
-      throw Error(kComponent, "the name of a machine to meet at", opened.problem);
+// Connects to node 0, or becomes it.
+net::Result<Descriptor> Rendezvous::open_channel() {
+  if (is_numbered() && options_.node_rank() == 0 && !coordinator_.has_value()) {
+    auto opened = host_at_endpoint();
+    if (!opened.ok() && opened.lookup_error == 0) throw_cannot_listen(endpoint_, opened);
+    return opened;
+  }
+  auto opened = net::connect_to({endpoint_.host, endpoint_.port}, kConnectTimeout);
+  if (opened.ok()) {
+    channel_.emplace(std::exchange(opened.value, Descriptor()),
+                     duration(options_.heartbeat_timeout()));
+  } else if (may_become_node_0_ && opened.error == ECONNREFUSED && host_at_endpoint().ok()) {
     // The port's user was no launcher. Or two launchers of this machine began to listen in the same
     // moment: then the system refuses both.
-    if (port_was_used_ && opened.error == ECONNREFUSED && host_at_endpoint().ok()) {
-      log()->info("this is node 0, since nobody answers at {}", endpoint_.to_string());
+    log()->info("this is node 0, since nobody answers at {}", endpoint_.to_string());
+    return {};
+  }
+  return opened;
+}
+
+// Opens the channel to node 0, and asks to join. False if interrupted.
+bool Rendezvous::connect(const Interrupt& interrupt) {
+  const auto left = std::max(deadline_ - Clock::now(), Clock::duration::zero());
+  net::LookupRetries lookups({.any = std::chrono::ceil<std::chrono::milliseconds>(left)});
+  while (interrupt.signal() == 0) {
+    // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
+    // it: that is not an answer.
+    const auto opened = open_channel();
+    if (opened.ok()) {
       channel_->send(request());
       return true;
     }
-    check_deadline(opened.problem);
+    if (opened.lookup_error == 0) {
+      check_deadline(opened.problem);
+      wait_until(Clock::now() + kRetryInterval, interrupt);
+    } else if (const auto next = lookups.next(opened.lookup_error, opened.problem)) {
+      wait_until(*next, interrupt);
+    } else {
+      throw Error(kComponent, "the name of a machine to meet at",
+                  fmt::format("{}, for {:.3g} s", opened.problem,
+                              std::chrono::duration<double>(lookups.limit()).count()),
+                  is_numbered() ? "check master-addr" : "check rdzv-endpoint");
+    }
   }
   return false;
 }
@@ -194,9 +214,9 @@ void Rendezvous::check_deadline(const std::string& problem) const {
               problem, "was it started? Is its job over? Is the address right, and the port open?");
 }
 
-void Rendezvous::wait_to_retry(const Interrupt& interrupt) const {
+void Rendezvous::wait_until(Time time, const Interrupt& interrupt) const {
   std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
-  net::poll_until(events, std::min(deadline_, Clock::now() + kRetryInterval));
+  net::poll_until(events, std::min(deadline_, time));
   interrupt.acknowledge();
 }
 
@@ -225,7 +245,7 @@ std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
     // Node 0 may not have started yet, or may be restarting.
     check_deadline(channel_->problem());
     channel_.reset();
-    wait_to_retry(interrupt);
+    wait_until(Clock::now() + kRetryInterval, interrupt);
   }
   if (channel_.has_value()) channel_->send(Leave{"it was " + interrupt.reason()});
   return Outcome{Outcome::Kind::lost, std::nullopt, interrupt.reason()};

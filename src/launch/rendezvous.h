@@ -19,7 +19,8 @@ namespace semitone::launch {
 // 0.
 class Rendezvous {
  public:
-  // Starts to listen if this is node 0. Error if it cannot.
+  // Starts to listen if this is node 0. Error if it cannot. If the name of the machine to meet at
+  // cannot be resolved yet, join() does that.
   explicit Rendezvous(const LaunchOptions& options);
 
   // Waits for the next attempt to begin. Returns the outcome if there will be none. Leaves the job
@@ -35,14 +36,16 @@ class Rendezvous {
   void start_at_endpoint();
   // Becomes node 0 if no other program listens there. The errno if one does.
   net::Result<Descriptor> host_at_endpoint();
+  bool is_numbered() const;
   void host(Job job, Descriptor listener);
   Job job() const;
   std::string program() const;
   std::string command_digest() const;
   Join request() const;
+  net::Result<Descriptor> open_channel();
   bool connect(const Interrupt& interrupt);
   void check_deadline(const std::string& problem) const;
-  void wait_to_retry(const Interrupt& interrupt) const;
+  void wait_until(Time time, const Interrupt& interrupt) const;
   void check_assignment(const Assignment& given) const;
   std::optional<std::variant<Assignment, Outcome>> receive_answer();
 
@@ -50,9 +53,11 @@ class Rendezvous {
   Endpoint endpoint_;
   std::optional<Coordinator> coordinator_;
   std::optional<Channel> channel_;
-  bool answered_ = false;       // node 0 has answered
-  bool port_was_used_ = false;  // by another program of this machine
-  Time deadline_;               // to find node 0
+  bool answered_ = false;  // node 0 has answered
+  // Node 0's port was used by another program of this machine, or the machine's name was not known
+  // yet: this may be node 0 after all.
+  bool may_become_node_0_ = false;
+  Time deadline_;  // to find node 0
 };
 
 }  // namespace semitone::launch

@@ -91,8 +91,8 @@ TEST(Network, NamesANameThatIsNotResolvedInTime) {
 
 // Otherwise a mistyped name would be looked up for the whole timeout.
 TEST(Network, GivesANameThatNoServerKnowsLessTime) {
-  const LookupTimeouts timeouts{.any = std::chrono::hours(1),
-                                .unknown = std::chrono::milliseconds(100)};
+  const net::LookupTimeouts timeouts{.any = std::chrono::hours(1),
+                                     .unknown = std::chrono::milliseconds(100)};
   LateName mistyped(/*failures=*/1000, EAI_NONAME);
   EXPECT_THAT(
       test::error_of([&] { resolved_within(timeouts, [&] { return mistyped.look_up(); }); }),

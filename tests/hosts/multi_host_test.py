@@ -3,7 +3,7 @@
 
     sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about three minutes
 
-It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, Operators and Kills, in about a minute, where it
+It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, Operators, LateNames and Kills, in about a minute, where it
 may make network namespaces; the others, which wait for heartbeats or need torchrun (or TORCHRUN, its path) and mpirun, run by
 hand.
 """
@@ -79,9 +79,11 @@ class Folder(unittest.TestCase):
 
 
 class SeveralHosts(Folder):
+    OWN_NAMES = False
+
     def setUp(self):
         super().setUp()
-        hosts = Hosts(COUNT)
+        hosts = Hosts(COUNT, own_names=self.OWN_NAMES)
         self.hosts = self.enterContext(hosts)
 
     def start(self, command_of, environment_of=lambda number: {}):
@@ -163,6 +165,30 @@ class Operators(SeveralHosts):
                                    "MASTER_ADDR": "localhost" if number == 0 else self.hosts[0].address})
         self.assertEqual(self.codes(120), [0] * COUNT, "".join(map(self.log, range(COUNT))))
         self.assertEqual(self.same(self.folder / "result.json"), self.on_one_host(COUNT))
+
+
+class LateNames(SeveralHosts):
+    """As in a cluster whose name servers do not know a pod when it starts."""
+
+    OWN_NAMES = True
+    SAY_RANK = ["sh", "-c", "echo rank $RANK meets at $MASTER_ADDR"]
+
+    def expect_to_meet(self, command_of):
+        self.start(command_of)
+        time.sleep(1.5)
+        self.assertEqual(self.codes(0), [None] * COUNT, "".join(map(self.log, range(COUNT))))
+        for host in self.hosts:
+            host.know("pod-0", self.hosts[0].address)
+        self.assertEqual(self.codes(60), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        said = sorted(re.findall(r"rank \d+ meets at .*", "\n".join(map(self.log, range(COUNT)))))
+        self.assertEqual(said, [f"rank {rank} meets at pod-0" for rank in range(COUNT)])
+
+    def test_of_an_endpoint(self):
+        self.expect_to_meet(lambda number: [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", "pod-0", "--", *self.SAY_RANK])
+
+    def test_of_node_0(self):
+        self.expect_to_meet(lambda number: [PROGRAM, "launch", "--nnodes", COUNT, "--node-rank", number, "--master-addr", "pod-0", "--",
+                                            *self.SAY_RANK])
 
 
 class Failing(SeveralHosts):
