@@ -6,6 +6,7 @@
 #include "semitone/report/run_log.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
+#include "src/report/run_json.h"
 #include "src/train/run_recorder.h"
 
 #include <c10/util/Exception.h>
@@ -18,21 +19,27 @@
 namespace semitone::cli {
 namespace {
 
-report::RunLogOptions log_options(const CLI::App& command, const train::TrainOptions& options) {
+// A launcher starts the processes again with the command line of the first start, and also if that
+// refused to continue another job's record.
+bool is_restart(const std::string& log_dir) {
+  return (env::get(env::kRestartCount).value_or("0") != "0" ||
+          env::get(env::kAttempt).value_or("0") != "0") &&
+         report::job_of_last_start(log_dir) == env::get(env::kRunId).value_or("");
+}
+
+report::RunLogOptions log_options(const CLI::App& command, const train::TrainOptions& options,
+                                  const std::string& log_dir) {
   auto config = config_of(command);
   // These may be "all" and "auto" on the command line.
   config["opt-level"] = amp::name_of(options.opt_level());
   config["dtype"] = dtype_name(train::training_dtype(options));
   config["device"] = options.device().str();
   config["batch-size"] = std::to_string(options.batch_size());
-  // A launcher starts the processes again with the command line of the first start.
-  const bool is_restart = env::get(env::kRestartCount).value_or("0") != "0" ||
-                          env::get(env::kAttempt).value_or("0") != "0";
   return report::RunLogOptions()
       .config(config)
       .rank(options.group().rank())
       .world_size(options.group().size())
-      .append(is_restart || options.resume_auto() || !options.resume_from().empty())
+      .append(options.resume_auto() || !options.resume_from().empty() || is_restart(log_dir))
       .ignore_write_errors(true);
 }
 
@@ -56,8 +63,9 @@ train::TrainResult train_recorded(const TrainFlags& flags, const CLI::App& comma
                                   const train::TrainOptions& options, train::Observer& observer,
                                   const TrainWith& train) {
   if (flags.log_dir.empty()) return train(observer);
-  report::RunLog log(log_dir_of(flags.log_dir, options.opt_level(), flags.levels().size() > 1),
-                     log_options(command, options));
+  const std::string log_dir =
+      log_dir_of(flags.log_dir, options.opt_level(), flags.levels().size() > 1);
+  report::RunLog log(log_dir, log_options(command, options, log_dir));
   train::RunRecorder recorder(log, observer, flags.record_every);
   try {
     const train::TrainResult result = train(recorder);

@@ -41,11 +41,15 @@ std::string processor_name() {
   return {};
 }
 
-std::filesystem::path next_path(const std::filesystem::path& directory) {
-  std::filesystem::path path = directory / "run.json";
-  for (int start = 2; std::filesystem::exists(path); ++start)
-    path = directory / fmt::format("run-{}.json", start);
-  return path;
+// Of the starts 1, 2, …
+std::filesystem::path path_of(const std::filesystem::path& directory, int start) {
+  return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
+}
+
+int starts_in(const std::filesystem::path& directory) {
+  int starts = 0;
+  while (std::filesystem::exists(path_of(directory, starts + 1))) ++starts;
+  return starts;
 }
 
 // As the launcher says: a number, or nothing.
@@ -73,14 +77,24 @@ Json environment(std::int64_t rank, std::int64_t world_size) {
             {"world_size", world_size}};
   if (const auto quota = cpu_quota()) json["cpu_quota"] = *quota;
   if (const auto processes = local_world_size()) json["local_world_size"] = *processes;
+  if (const auto job = env::get(env::kRunId)) json["job"] = *job;
   return json;
 }
 
 }  // namespace
 
+std::string job_of_last_start(const std::filesystem::path& directory) {
+  const int starts = starts_in(directory);
+  if (starts == 0) return {};
+  std::ifstream file(path_of(directory, starts));
+  const Json json = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const Json::json_pointer job("/environment/job");
+  return json.contains(job) && json[job].is_string() ? json[job].get<std::string>() : "";
+}
+
 RunJson::RunJson(const std::filesystem::path& directory, const RunLogOptions& options,
                  std::int64_t rank, std::int64_t world_size)
-    : path_(next_path(directory)), content_(std::make_unique<Json>()) {
+    : path_(path_of(directory, starts_in(directory) + 1)), content_(std::make_unique<Json>()) {
   Json& json = *content_;
   json["start_time"] = utc_now();
   json["end_time"] = nullptr;

@@ -6,9 +6,15 @@
 
 #include <filesystem>
 #include <memory>
+#include <string>
 #include <string_view>
 
+// Internal interface: other rooms include this header.
 namespace semitone::report {
+
+// The launcher's job (TORCHELASTIC_RUN_ID) that made the last start in a directory. Empty without a
+// launcher, and if there is no run, or its file cannot be read.
+std::string job_of_last_start(const std::filesystem::path& directory);
 
 // The file that describes one start of a run: run.json, and for later starts run-2.json …
 class RunJson {

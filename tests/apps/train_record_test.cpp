@@ -134,6 +134,26 @@ TEST_F(TrainRecord, OfAnotherTrainingIsNotContinued) {
   EXPECT_EQ(events_files(run()), 1);
 }
 
+TEST_F(TrainRecord, OfAnotherJobIsNotContinuedByRestarts) {
+  const Words words = train({"--log-dir", run(), "--limit-batches", "2"});
+  const auto start = [&](const std::string& job, const std::string& attempt) {
+    return launch::run(test::semitone_command(words)
+                           .environment("TORCHELASTIC_RUN_ID", job)
+                           .environment("SEMITONE_ATTEMPT", attempt)
+                           .err(launch::Output::capture));
+  };
+  ASSERT_TRUE(start("one", "0").status.success());
+  EXPECT_EQ(json_in(run() + "/run.json").at("environment").at("job"), "one");
+  for (const std::string attempt : {"0", "1"}) {
+    const ProcessResult other = start("other", attempt);
+    EXPECT_EQ(other.status.code, 1);
+    EXPECT_THAT(other.err, HasSubstr("[report.run_log] expected a directory without a run"));
+  }
+  EXPECT_EQ(events_files(run()), 1);
+  EXPECT_TRUE(start("one", "1").status.success());
+  EXPECT_EQ(events_files(run()), 2);
+}
+
 TEST_F(TrainRecord, IsNotStartedIfItCannotBeWritten) {
   const ProcessResult finished = run_semitone(train({"--log-dir", "/proc/no/such"}));
   EXPECT_EQ(finished.status.code, 1);
