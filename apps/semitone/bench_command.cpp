@@ -142,9 +142,10 @@ void print_set_up(std::ostream& out, const Workload& workload) {
        fmt::format("{} {} in {}{}", workload.items(), name_of_items(workload),
                    dtype_name(workload.dtype()), format));
   line(out, "check",
-       fmt::format("{} losses from {:.4f} to {:.4f}; they differ from float32's by at most {:.1e} "
-                   "of the first ({:.0e} is allowed)",
+       fmt::format("{} losses from {:.4f} to {:.4f}; {} from float32's by at most {:.1e} of the "
+                   "first ({:.0e} is allowed)",
                    check.losses.size(), check.losses.front(), check.losses.back(),
+                   check.fp32_losses.size() == 1 ? "the first differs" : "they differ",
                    check.difference(), check.tolerance));
   line(out, "memory",
        fmt::format("peak of {:.1f} MB of tensors: parameters {:.1f}, masters {:.1f}, gradients "
@@ -228,7 +229,7 @@ Workload make_workload(const BenchFlags& flags) {
 int run(const CLI::App& command, const BenchFlags& flags) {
   check(flags, command);
   require_json_writable(flags.json);
-  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  set_threads(flags.threads, kBench);
   std::ostream& out = flags.steps_from_stdin ? std::cerr : human_output(flags.json);
   print_head(out, flags);
   Workload workload = make_workload(flags);

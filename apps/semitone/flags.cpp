@@ -7,6 +7,9 @@
 #include "src/core/env.h"
 #include "src/core/nearest.h"
 #include "src/core/parse_number.h"
+#include "src/core/usable_cores.h"
+
+#include <ATen/Parallel.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -45,6 +48,15 @@ std::string missing_argument(const CLI::App& command) {
 }
 
 }  // namespace
+
+void set_threads(std::int64_t threads, const std::string& component) {
+  if (threads == 0) return;
+  if (threads > all_cores()) {
+    throw UsageError(component, fmt::format("--threads from 0 to {}, the cores here", all_cores()),
+                     std::to_string(threads));
+  }
+  at::set_num_threads(static_cast<int>(threads));
+}
 
 void Flags::accept_underscores() {
   underscores_ = true;

@@ -21,6 +21,10 @@ class UsageError : public Error {
   explicit UsageError(const Error& error) : Error(error) {}
 };
 
+// Sets how many threads LibTorch computes with, at most the machine's cores, since more would wait
+// for each other; 0: leaves it as it is. UsageError.
+void set_threads(std::int64_t threads, const std::string& component);
+
 // Adds flags to a command, each with one clear message for an invalid value:
 // "[cli.train] expected --epochs from 1 to 1000000, got 'three'". Parsing sets the variables; their
 // values before that are shown as the defaults.

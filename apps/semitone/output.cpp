@@ -44,7 +44,7 @@ void require_json_writable(const std::string& json) {
   if (!json.empty() && json != "-") require_writable(json, kJson);
 }
 
-void require_two_files(std::string_view component, const OutputFile& one, const OutputFile& other) {
+void require_two_files(std::string_view component, const FlagOfFile& one, const FlagOfFile& other) {
   constexpr auto kStandardOutput = "-";
   if (one.path.empty() || other.path.empty() || other.path == kStandardOutput) return;
   const auto place = [](const std::filesystem::path& path) {

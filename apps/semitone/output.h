@@ -17,14 +17,14 @@ void write_json(const std::string& json, const std::string& text);
 // FileError unless write_json will be able to write. Call it before long work.
 void require_json_writable(const std::string& json);
 
-// A flag that names a file to write; an empty path: not given.
-struct OutputFile {
+// A flag that names a file; an empty path: not given.
+struct FlagOfFile {
   std::string_view flag;
   std::filesystem::path path;
 };
 
 // UsageError if both are the same file.
-void require_two_files(std::string_view component, const OutputFile& one, const OutputFile& other);
+void require_two_files(std::string_view component, const FlagOfFile& one, const FlagOfFile& other);
 
 // Bold on a terminal, unless NO_COLOR is set.
 std::string bold(const std::ostream& stream, const std::string& text);

@@ -4,6 +4,7 @@
 #include "apps/semitone/output.h"
 #include "semitone/report/precision_report.h"
 #include "src/core/file.h"
+#include "src/report/run_json.h"
 
 #include <filesystem>
 #include <memory>
@@ -29,7 +30,16 @@ std::filesystem::path page_path(const ReportFlags& flags) {
                                     : std::filesystem::path(flags.html);
 }
 
+// The report is beside the files of the record, not in the place of one.
+void require_no_record(const FlagOfFile& output) {
+  if (!report::is_record_file(output.path)) return;
+  throw UsageError(kReport, fmt::format("another file for {} than one of the record", output.flag),
+                   "'" + output.path.string() + "'");
+}
+
 int run(const ReportFlags& flags) {
+  if (!flags.html.empty()) require_no_record({"--html", page_path(flags)});
+  require_no_record({"--json", flags.json});
   report::PrecisionReport report(flags.directory);
   if (!flags.compare.empty()) report.compare_with(report::PrecisionReport(flags.compare));
   if (!flags.html.empty())

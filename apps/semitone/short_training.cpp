@@ -4,12 +4,10 @@
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 
-#include <ATen/Parallel.h>
-
 namespace semitone::cli {
 
 void ShortTraining::prepare(amp::OptLevel level) {
-  if (threads > 0) at::set_num_threads(static_cast<int>(threads));
+  set_threads(threads, "cli");
   options.device(train::find_device(device)).opt_level(level);
 }
 

@@ -24,17 +24,19 @@
 #include "src/train/optimizers.h"
 #include "src/train/progress.h"
 
-#include <ATen/Parallel.h>
-
 #include <fmt/format.h>
 
 #include <cerrno>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
 #include <iostream>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace semitone::cli {
 namespace {
@@ -139,11 +141,12 @@ train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, 
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::string path = (std::filesystem::temp_directory_path() / "semitone-XXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr) {
-      throw FileError(kTrain, "a folder for temporary files",
-                      std::error_code(errno, std::generic_category()).message(), "set TMPDIR");
-    }
+    std::error_code error;
+    std::string path = (std::filesystem::temp_directory_path(error) / "semitone-XXXXXX").string();
+    if (!error && ::mkdtemp(path.data()) == nullptr)
+      error = std::error_code(errno, std::generic_category());
+    if (error)
+      throw FileError(kTrain, "a folder for temporary files", error.message(), "set TMPDIR");
     path_ = path;
   }
   ~TemporaryFolder() {
@@ -160,7 +163,7 @@ class TemporaryFolder {
 };
 
 // Trains a level in its own process, so that peak memory, threads and the state of the allocators
-// are those of the level. Returns the exit code; the result is JSON.
+// are those of the level. Returns the exit code; the result is JSON, and empty if there is none.
 int train_apart(const CLI::App& command, amp::OptLevel level, std::string& result) {
   const auto finished = launch::run(launch::ProcessOptions("/proc/self/exe")
                                         .arguments(arguments_for(command, level, "-"))
@@ -183,6 +186,39 @@ int train_together(const CLI::App& command, const TrainFlags& flags, amp::OptLev
   return code;
 }
 
+// What became of the levels.
+struct Trained {
+  std::vector<train::TrainResult> results;
+  std::vector<amp::OptLevel> left_out;  // since an earlier one failed
+  int code = kSuccess;
+  std::exception_ptr error;  // of a level in this process
+};
+
+Trained train_levels(const CLI::App& command, const TrainFlags& flags, train::Task task,
+                     const comm::Group& group, bool was_launched) {
+  const auto levels = flags.levels();
+  const bool apart = flags.starts_job() || (levels.size() > 1 && !was_launched);
+  if (apart) task = {};
+  Trained trained;
+  for (const amp::OptLevel level : levels) {
+    if (trained.code != kSuccess || trained.error) {
+      trained.left_out.push_back(level);
+    } else if (apart) {
+      std::string result;
+      trained.code = flags.starts_job() ? train_together(command, flags, level, result)
+                                        : train_apart(command, level, result);
+      if (!result.empty()) trained.results.push_back(from_json(result).at(0));
+    } else {
+      try {
+        trained.results.push_back(train_here(command, flags, level, task, group));
+      } catch (const std::exception&) {
+        trained.error = std::current_exception();
+      }
+    }
+  }
+  return trained;
+}
+
 void print_notes(std::ostream& out, const std::vector<train::TrainResult>& results) {
   constexpr int kTableWidth = 104;  // of its lines
   const int columns = terminal_columns(out);
@@ -190,11 +226,19 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
     if (result.opt_level != amp::OptLevel::O3 || result.dtype != torch::kHalf) continue;
     out << wrapped(
                "O3 in float16 keeps nothing in float32: gradients below 6e-8 become 0 unless a "
-               "--loss-scale lifts them, and updates smaller than 2^-11 of a weight are lost. This "
-               "model tolerates it; others may not.",
+               "--loss-scale lifts them, and updates smaller than 2^-11 of a weight are lost. "
+               "Compare "
+               "with O2.",
                static_cast<std::size_t>(columns > 0 ? columns : kTableWidth))
         << '\n';
   }
+}
+
+void say_left_out(const std::vector<amp::OptLevel>& levels) {
+  if (levels.empty()) return;
+  std::vector<std::string_view> names;
+  for (const amp::OptLevel level : levels) names.push_back(amp::name_of(level));
+  std::cerr << fmt::format("[train] not trained: {}\n", fmt::join(names, ", "));
 }
 
 void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
@@ -220,47 +264,44 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   const comm::Rendezvous place = comm::parse_rendezvous("env://");
   check(flags, command, place);
   flags.find_device();  // an Error at once, before any process starts
-  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  set_threads(flags.threads, kTrain);
   // One process prints for all.
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
   const bool was_launched = place.world_size > 1;
   if (speaks && !flags.as_part) warn_of_unused_flags(flags, command, place);
   if (speaks) require_json_writable(flags.json);
   // Not on one of several machines: the others would wait for it.
-  if (speaks && flags.nodes == 1) train::require_resumable(flags.options);
+  if (speaks && flags.nodes == 1) {
+    train::require_resumable(flags.options);
+    if (!flags.as_part) require_recordable(flags);
+  }
   std::ostream& out = human_output(flags.json);
-  const auto levels = flags.levels();
-  std::vector<train::TrainResult> results;
-  int code = kSuccess;
+  Trained trained;
   {
     const comm::Group group = was_launched ? join_group(flags) : comm::Group();
     train::Task task = load_task(train::find_model(flags.model), flags.data, kTrain);
     if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, task, group);
-    if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {
-      task = {};
-      // If a level fails, the results of earlier levels remain.
-      for (std::size_t i = 0; i < levels.size() && code == kSuccess; ++i) {
-        std::string result;
-        code = flags.starts_job() ? train_together(command, flags, levels[i], result)
-                                  : train_apart(command, levels[i], result);
-        if (code == kSuccess && speaks) results.push_back(from_json(result).at(0));
-      }
-    } else {
-      for (const amp::OptLevel level : levels)
-        results.push_back(train_here(command, flags, level, task, group));
+    trained = train_levels(command, flags, std::move(task), group, was_launched);
+  }
+  std::vector<std::string> not_saved;
+  for (const train::TrainResult& result : trained.results)
+    not_saved.insert(not_saved.end(), result.not_saved.begin(), result.not_saved.end());
+  const int signal = trained.results.size() == 1 ? trained.results.front().stop_signal : 0;
+  if (signal != 0 && not_saved.empty()) {
+    if (speaks) say_stopped(trained.results.front(), flags);
+    return kSignal + signal;
+  }
+  if (speaks && signal == 0 && !trained.results.empty()) {
+    if (!flags.as_part) {
+      print_table(out, trained.results, terminal_columns(out));
+      print_notes(out, trained.results);
     }
+    write_json(flags.json, to_json(trained.results));
   }
-  if (results.size() == 1 && results.front().stop_signal != 0) {
-    if (speaks) say_stopped(results.front(), flags);
-    return kSignal + results.front().stop_signal;
-  }
-  if (!speaks || results.empty()) return code;
-  if (!flags.as_part) {
-    print_table(out, results, terminal_columns(out));
-    print_notes(out, results);
-  }
-  write_json(flags.json, to_json(results));
-  return code;
+  if (speaks) say_left_out(trained.left_out);
+  if (trained.error) std::rethrow_exception(trained.error);
+  for (const std::string& error : not_saved) std::cerr << error + '\n';
+  return not_saved.empty() ? trained.code : static_cast<int>(kFailure);
 }
 
 }  // namespace

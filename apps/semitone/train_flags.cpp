@@ -53,10 +53,10 @@ all steps, loss is the mean of the last epoch's steps, and time is the duration 
 Waiting threads spin. If other programs use the machine, --threads 1 or GOMP_SPINCOUNT=10000 can be several times
 faster.
 
-With --checkpoint-dir, SIGTERM and SIGUSR1 preempt the training: it finishes the step, saves a checkpoint and returns
-128 + the signal's number (143 or 138). The same command with --resume auto then continues. One process of several
-suffices: all stop at the same step, after 0.1 s or a step, whichever takes longer. Further such signals have no effect.
-Ctrl-C and SIGKILL end the program at once, and the earlier checkpoints stay good.
+With --checkpoint-dir, SIGTERM, SIGUSR1 and SIGHUP preempt the training: it finishes the step, saves a checkpoint and
+returns 128 + the signal's number (143, 138 or 129). The same command with --resume auto then continues. One process of
+several suffices: all stop at the same step, after 0.1 s or a step, whichever takes longer. Further such signals have no
+effect. Ctrl-C and SIGKILL end the program at once, and the earlier checkpoints stay good.
 
 Examples:
   semitone train --opt-level all                       the four levels, each in its own process
@@ -149,6 +149,12 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
 void check_files(const TrainFlags& flags, const CLI::App& command) {
   const std::filesystem::path& file = flags.options.save_weights();
   require_two_files(kTrain, {"--save-weights", file}, {"--json", flags.json});
+  // --policy may be a name, too.
+  for (const FlagOfFile& read :
+       {FlagOfFile{"--policy", flags.policy}, FlagOfFile{"--config", flags.config}}) {
+    require_two_files(kTrain, read, {"--json", flags.json});
+    require_two_files(kTrain, read, {"--save-weights", file});
+  }
   if (!file.empty() && !weights::format_of_name(file)) {
     throw UsageError(kTrain, std::string("--save-weights that ends in ") + weights::kFileNames,
                      "'" + file.string() + "'");

@@ -27,6 +27,10 @@ bool is_restart(const std::string& log_dir) {
          report::job_of_last_start(log_dir) == env::get(env::kRunId).value_or("");
 }
 
+bool may_continue(const train::TrainOptions& options, const std::string& log_dir) {
+  return options.resume_auto() || !options.resume_from().empty() || is_restart(log_dir);
+}
+
 report::RunLogOptions log_options(const CLI::App& command, const train::TrainOptions& options,
                                   const std::string& log_dir) {
   auto config = config_of(command);
@@ -39,7 +43,7 @@ report::RunLogOptions log_options(const CLI::App& command, const train::TrainOpt
       .config(config)
       .rank(options.group().rank())
       .world_size(options.group().size())
-      .append(options.resume_auto() || !options.resume_from().empty() || is_restart(log_dir))
+      .append(may_continue(options, log_dir))
       .ignore_write_errors(true);
 }
 
@@ -53,6 +57,17 @@ void record_failure(report::RunLog& log, std::string_view reason) {
 }
 
 }  // namespace
+
+void require_recordable(const TrainFlags& flags) {
+  if (flags.log_dir.empty()) return;
+  const auto levels = flags.levels();
+  for (const amp::OptLevel level : levels) {
+    const std::string directory = log_dir_of(flags.log_dir, level, levels.size() > 1);
+    if (report::starts_in(directory) == 0 || may_continue(flags.options, directory)) continue;
+    throw FileError("cli.train", "a --log-dir without a run", "'" + directory + "', which has one",
+                    "choose another directory, or continue the run with --resume");
+  }
+}
 
 std::string log_dir_of(const std::string& log_dir, amp::OptLevel level, bool is_one_of_all) {
   if (!is_one_of_all) return log_dir;
@@ -69,7 +84,9 @@ train::TrainResult train_recorded(const TrainFlags& flags, const CLI::App& comma
   train::RunRecorder recorder(log, observer, flags.record_every);
   try {
     const train::TrainResult result = train(recorder);
-    if (result.stop_signal == 0) {
+    if (!result.not_saved.empty()) {
+      record_failure(log, result.not_saved.front());
+    } else if (result.stop_signal == 0) {
       log.close();
     } else {
       log.close(report::Outcome::stopped, launch::ExitStatus{0, result.stop_signal}.to_string());

@@ -21,6 +21,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <system_error>
 
 namespace semitone::report {
 namespace {
@@ -44,12 +45,6 @@ std::string processor_name() {
 // Of the starts 1, 2, …
 std::filesystem::path path_of(const std::filesystem::path& directory, int start) {
   return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
-}
-
-int starts_in(const std::filesystem::path& directory) {
-  int starts = 0;
-  while (std::filesystem::exists(path_of(directory, starts + 1))) ++starts;
-  return starts;
 }
 
 // As the launcher says: a number, or nothing.
@@ -82,6 +77,22 @@ Json environment(std::int64_t rank, std::int64_t world_size) {
 }
 
 }  // namespace
+
+int starts_in(const std::filesystem::path& directory) {
+  std::error_code ignored;
+  int starts = 0;
+  while (std::filesystem::exists(path_of(directory, starts + 1), ignored)) ++starts;
+  return starts;
+}
+
+bool is_record_file(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const std::filesystem::path real = std::filesystem::canonical(path, ignored);
+  const std::string name = real.filename().string();
+  return starts_in(real.parent_path()) > 0 &&
+         (name == "metrics.csv" || name.ends_with(".jsonl") || name.starts_with("events.out.") ||
+          (name.starts_with("run") && name.ends_with(".json")));
+}
 
 std::string job_of_last_start(const std::filesystem::path& directory) {
   const int starts = starts_in(directory);

@@ -12,6 +12,12 @@
 // Internal interface: other rooms include this header.
 namespace semitone::report {
 
+// How often a run was started in a directory: 0 if there is none.
+int starts_in(const std::filesystem::path& directory);
+
+// Whether a path is that of a file of a run's record.
+bool is_record_file(const std::filesystem::path& path);
+
 // The launcher's job (TORCHELASTIC_RUN_ID) that made the last start in a directory. Empty without a
 // launcher, and if there is no run, or its file cannot be read.
 std::string job_of_last_start(const std::filesystem::path& directory);

@@ -58,6 +58,19 @@ Place find_place(const fs::path& path) {
   return {path, std::nullopt};
 }
 
+// Ends a run that would put its checkpoints into one of another run's.
+void require_no_step(const fs::path& directory) {
+  std::error_code error;
+  const fs::path real = fs::canonical(directory, error);
+  const auto place = error ? std::nullopt : place_of_step(real);
+  if (!place.has_value()) return;
+  throw FileError(
+      kCheckpoints, "a directory for the checkpoints of a run",
+      fmt::format("'{}', which is the checkpoint of step {}", directory.string(),
+                  place->step.value_or(0)),
+      fmt::format("name '{}', or pass the checkpoint to --resume", place->directory.string()));
+}
+
 // Ends a run that would put its checkpoints among those of another run.
 // @param last  the step from which the run continues; none: a new run
 void require_no_later(const fs::path& directory, const std::vector<std::int64_t>& steps,
@@ -98,15 +111,6 @@ at::Tensor gathered(double mine, const comm::Group& group) {
   return torch::tensor(all, torch::kDouble);
 }
 
-// @param failure  a std::exception
-std::string text_of(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return checkpoint::message_of(error);
-  }
-}
-
 }  // namespace
 
 Checkpoints::Checkpoints(const TrainOptions& options, const Training& training, RunConfig config)
@@ -137,6 +141,7 @@ std::optional<fs::path> Checkpoints::resume() {
   own_options.reserve(groups.size());
   for (const auto& group : groups) own_options.push_back(group.options().clone());
   fs::path directory = options_.checkpoint_dir();
+  take_lock();
   std::optional<std::int64_t> step;
   if (options_.resume_auto()) {
     step = last_ = own_->resume();
@@ -178,6 +183,15 @@ std::optional<std::int64_t> Checkpoints::resume_from(fs::path& directory) {
   return step;
 }
 
+void Checkpoints::take_lock() {
+  if (!own_.has_value()) return;
+  on_rank_0(options_.group(), [&] {
+    require_no_step(own_->directory());
+    lock_.emplace(own_->directory());
+    return std::string();
+  });
+}
+
 void Checkpoints::require_last(std::optional<std::int64_t> step) const {
   if (!own_.has_value()) return;
   on_rank_0(options_.group(), [&] {
@@ -217,7 +231,7 @@ void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
   if (!own_.has_value() || last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
-  if (const auto failure = wait()) log()->error("{}", text_of(failure));
+  if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
   own_->save_async(step);
   last_ = step;
 }
@@ -226,20 +240,21 @@ void Checkpoints::wait_for_copy() {
   if (own_.has_value()) own_->wait_for_copy();
 }
 
-std::exception_ptr Checkpoints::wait() {
+std::string Checkpoints::wait() {
   try {
     if (own_.has_value()) own_->wait();
-    return nullptr;
+    return {};
   } catch (const CommError&) {
     throw;  // a rank is lost: the training cannot go on
-  } catch (const std::exception&) {
-    return std::current_exception();
+  } catch (const std::exception& error) {
+    return checkpoint::message_of(error);
   }
 }
 
 void require_resumable(const TrainOptions& options) {
   if (!options.resume_from().empty()) find_place(options.resume_from());
   if (options.checkpoint_dir().empty()) return;
+  require_no_step(options.checkpoint_dir());
   const auto steps = checkpoint::steps_in(options.checkpoint_dir());
   if (!options.resume_auto() && options.resume_from().empty())
     require_no_later(options.checkpoint_dir(), steps, std::nullopt);

@@ -5,15 +5,16 @@
 #include "semitone/checkpoint/checkpoint.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "src/train/run_config.h"
+#include "src/train/run_lock.h"
 #include "src/train/train_options.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <exception>
 #include <filesystem>
 #include <optional>
+#include <string>
 
 namespace semitone::train {
 
@@ -45,10 +46,12 @@ class Checkpoints {
   Checkpoints& operator=(const Checkpoints&) = delete;
 
   // Loads the checkpoint that the options name, sets the position, and returns the directory of that
-  // step. Returns std::nullopt for a new run. The optimizer keeps this run's options.
+  // step. Returns std::nullopt for a new run. The optimizer keeps this run's options. No other
+  // training gets the options' directory from now on.
   //
-  // FileError as checkpoint::Checkpoint::resume, if there is no such checkpoint, or if the options'
-  // directory has checkpoints of another run or of later steps.
+  // FileError as checkpoint::Checkpoint::resume, if there is no such checkpoint, if the options'
+  // directory has checkpoints of another run or of later steps, or is one step's, or if another
+  // training uses it.
   std::optional<std::filesystem::path> resume();
 
   // FileError if the options' directory could not be written now. Changes nothing.
@@ -63,26 +66,29 @@ class Checkpoints {
   // Waits until the last save() has copied the state. Called before a step of the optimizer.
   void wait_for_copy();
 
-  // Waits for the files of the last save(). Returns the exception if they could not be written: on
-  // all processes, though not the same one. CommError is thrown.
-  std::exception_ptr wait();
+  // Waits for the files of the last save(). Returns the error if they could not be written, on all
+  // processes, though not the same text; otherwise "". CommError is thrown.
+  std::string wait();
 
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);
   std::optional<std::int64_t> resume_from(std::filesystem::path& directory);
+  void take_lock();
   void require_last(std::optional<std::int64_t> step) const;
   void restore_position(std::int64_t step);
 
   const TrainOptions& options_;
   Training training_;
   RunConfig config_;
-  at::Tensor loss_sums_;  // of all processes
+  at::Tensor loss_sums_;         // of all processes
+  std::optional<RunLock> lock_;  // on rank 0
   std::optional<checkpoint::Checkpoint> own_;
   std::optional<std::int64_t> last_;  // the step of own_ that was loaded or saved last
 };
 
-// FileError if resume() of these options would find no checkpoint, or those of another run. Looks at
-// directories only, so that a mistake is reported before data are read. Called by one process.
+// FileError if resume() of these options would find no checkpoint, or those of another run, or one
+// step's directory in the place of a run's. Looks at directories only, so that a mistake is
+// reported before data are read. Called by one process.
 void require_resumable(const TrainOptions& options);
 
 }  // namespace semitone::train

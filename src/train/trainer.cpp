@@ -7,7 +7,9 @@
 #include "semitone/core/events.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/weights/file.h"
+#include "src/checkpoint/agree.h"
 #include "src/core/file.h"
+#include "src/core/log.h"
 #include "src/core/tensor_memory.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoints.h"
@@ -104,13 +106,21 @@ class Run {
     if (position_.step < count_.end) checkpoints_.require_writable();
     train_to_end();
     checkpoints_.save();
-    const std::exception_ptr not_saved = checkpoints_.wait();
+    std::vector<std::string> not_saved;
+    const auto note = [&](const std::string& error) {
+      if (!error.empty()) not_saved.push_back(error);
+    };
+    note(checkpoints_.wait());
     constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
     const bool is_complete = stop_signal_ == 0;
-    const TrainResult done = result(is_complete ? test() : Tested{kNone, kNone});
-    if (is_complete && !options_.save_weights().empty() && group().rank() == 0)
-      weights::save(setup_.handle, options_.save_weights());
-    if (not_saved) std::rethrow_exception(not_saved);  // after what needs no checkpoint
+    // If the test raises an error.
+    auto log_it = c10::make_scope_exit([&] {
+      for (const std::string& error : not_saved) log()->error("{}", error);
+    });
+    TrainResult done = result(is_complete ? test() : Tested{kNone, kNone});
+    log_it.release();
+    if (is_complete) note(save_weights());
+    done.not_saved = std::move(not_saved);
     return done;
   }
 
@@ -124,6 +134,17 @@ class Run {
     if (!computes_in_fp8() || group().size() == 1) return;
     setup_.mixed.fp8_scaling().set_amax_hook(
         [group = group()](at::Tensor& amax) { group.all_reduce(amax, comm::ReduceOp::max); });
+  }
+
+  // Returns the error, or "".
+  std::string save_weights() {
+    if (options_.save_weights().empty() || group().rank() > 0) return {};
+    try {
+      weights::save(setup_.handle, options_.save_weights());
+      return {};
+    } catch (const std::exception& error) {
+      return checkpoint::message_of(error);
+    }
   }
 
   void resume() {

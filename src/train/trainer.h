@@ -11,6 +11,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 // Trains a classifier at an opt level, as `semitone train` does.
 namespace semitone::train {
@@ -41,6 +43,9 @@ struct TrainResult {
   std::uint64_t seed = 0;
   int processes = 1;
   int threads = 1;  // per process
+  // The errors of the last checkpoint and of the weights, if they could not be written. Every
+  // process has that of the checkpoint, though not the same text.
+  std::vector<std::string> not_saved;
 
   // exp(test_loss): 1 if every label is predicted with certainty, the number of classes for a uniform guess.
   double test_perplexity() const { return std::exp(test_loss); }
@@ -67,8 +72,9 @@ struct TrainResult {
 //
 // Error for options out of range. Error on every process, before the first step, if one of the
 // steps to come has a batch of fewer examples than Classifier::smallest_batch. FileError for
-// checkpoints or weights that cannot be written (checked before training), for checkpoints that
-// cannot be read or belong to another run, and for later steps or another run in checkpoint_dir.
+// places where checkpoints or weights cannot be written, before training, for checkpoints that
+// cannot be read or belong to another run, and for later steps, another run or another training in
+// checkpoint_dir.
 // DivergedError if too many consecutive steps were skipped, if a step was taken with a non-finite
 // loss, or if the test loss is not finite; earlier checkpoints stay. CommError, naming the rank, if
 // another process is lost.

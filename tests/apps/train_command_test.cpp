@@ -246,6 +246,34 @@ TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
   EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
 }
 
+// The weights are larger than a file may be here, and the results smaller.
+TEST_F(CliTest, WeightsThatCannotBeWrittenLeaveTheResults) {
+  const std::string file = (folder_ / "results.json").string();
+  Words limited{"-c", "trap '' XFSZ; ulimit -f 40; exec \"$0\" \"$@\"", SEMITONE_PROGRAM};
+  const Words words = train({"--json", file, "--save-weights", (folder_ / "w.pt").string()});
+  limited.insert(limited.end(), words.begin(), words.end());
+  const ProcessResult finished = launch::run(launch::ProcessOptions("sh")
+                                                 .arguments(limited)
+                                                 .out(launch::Output::capture)
+                                                 .err(launch::Output::capture));
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err, HasSubstr("w.pt"));
+  EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
+  EXPECT_EQ(json::parse(read_text(file)).size(), 1U);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "w.pt"));
+}
+
+TEST_F(CliTest, ResultsDoNotReplaceWhatTheTrainingReads) {
+  const std::string policy = (folder_ / "policy.json").string();
+  write_text(policy, "{}");
+  for (const Words& arguments :
+       {Words{"--policy", policy, "--json", policy}, Words{"--config", policy, "--json", policy}}) {
+    expect_failure(run_semitone(train(arguments)), 2,
+                   "expected two files for " + arguments.front());
+    EXPECT_EQ(read_text(policy), "{}");
+  }
+}
+
 TEST_F(CliTest, DivergenceIsCode3) {
   const ProcessResult finished =
       run_semitone({"train", "--data", data_.path().string(), "--opt-level", "O0", "--batch-size",

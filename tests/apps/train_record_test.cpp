@@ -130,7 +130,8 @@ TEST_F(TrainRecord, OfAnotherTrainingIsNotContinued) {
   ASSERT_TRUE(run_semitone(words).status.success());
   const ProcessResult second = run_semitone(words);
   EXPECT_EQ(second.status.code, 1);
-  EXPECT_THAT(second.err, HasSubstr("[report.run_log] expected a directory without a run"));
+  EXPECT_THAT(second.err,
+              HasSubstr("[cli.train] expected a --log-dir without a run, got '" + run()));
   EXPECT_EQ(events_files(run()), 1);
 }
 
@@ -147,7 +148,7 @@ TEST_F(TrainRecord, OfAnotherJobIsNotContinuedByRestarts) {
   for (const std::string attempt : {"0", "1"}) {
     const ProcessResult other = start("other", attempt);
     EXPECT_EQ(other.status.code, 1);
-    EXPECT_THAT(other.err, HasSubstr("[report.run_log] expected a directory without a run"));
+    EXPECT_THAT(other.err, HasSubstr("expected a --log-dir without a run"));
   }
   EXPECT_EQ(events_files(run()), 1);
   EXPECT_TRUE(start("one", "1").status.success());

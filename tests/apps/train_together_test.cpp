@@ -176,6 +176,21 @@ TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
                         "got --nproc as rank 1 of 2"));
 }
 
+TEST_F(TrainTogether, UnderALauncherALevelThatFailsLeavesTheResultsOfThoseBefore) {
+  const std::string file = (folder_ / "x.json").string();
+  Words launch{"launch", "--nproc-per-node", "2", SEMITONE_PROGRAM};
+  const Words all = words({"--opt-level", "all", "--dtype", "fp16", "--loss-scale", "1e20",
+                           "--epochs", "12", "--json", file});
+  launch.insert(launch.end(), all.begin(), all.end());
+  const ProcessResult diverged = run_semitone(launch);
+  EXPECT_EQ(diverged.status.code, 3) << diverged.err;
+  EXPECT_THAT(diverged.err, AllOf(HasSubstr("consecutive"), HasSubstr("not trained: O2, O3\n")));
+  EXPECT_THAT(diverged.out, HasSubstr("level  dtype"));
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].at("opt_level"), "O0");
+}
+
 TEST_F(TrainTogether, AProcessThatFailsEndsAllWithItsCode) {
   const std::string file = (folder_ / "x.json").string();
   const ProcessResult diverged =

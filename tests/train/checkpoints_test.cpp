@@ -1,7 +1,10 @@
 // When a training saves: steps, times, signals, weights.
 
+#include "src/train/checkpoints.h"
+
 #include "semitone/core/error.h"
 #include "semitone/weights/file.h"
+#include "src/train/run_lock.h"
 #include "src/train/save_interval.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
@@ -38,6 +41,11 @@ class SavingTest : public ::testing::Test {
  protected:
   TrainOptions options() const {
     return options_for(OptLevel::O2, torch::kHalf).max_steps(10).checkpoint_dir(run_);
+  }
+  // In the place of the directory.
+  void put_file() const {
+    fs::remove_all(run_);
+    test::write_text(run_, "");
   }
   test::TemporaryFolder folder_;
   fs::path run_ = folder_ / "run";
@@ -86,7 +94,7 @@ TEST_F(SavingTest, ASaveThatFailsIsLoggedAndTheNextOneTriesAgain) {
   int steps = 0;
   const auto put_a_file_there = [&] {
     ++steps;
-    if (steps == 3) test::write_text(run_, "");
+    if (steps == 3) put_file();
     if (steps == 9) fs::remove(run_);  // the save of step 8 has waited for that of step 4
     return 0;
   };
@@ -113,7 +121,7 @@ TEST_F(SavingTest, ASaveThatIsRefusedIsLoggedAndTheNextOneTriesAgain) {
   EXPECT_EQ(steps_in(run_).back(), 10);
 }
 
-TEST_F(SavingTest, IfTheLastSaveIsRefusedTheErrorIsThrownAfterTheTest) {
+TEST_F(SavingTest, IfTheLastSaveIsRefusedTheResultHasTheError) {
   int steps = 0;
   const auto put_one_there = [&] {
     if (++steps == 3) fs::create_directories(run_ / "step-00000500");
@@ -121,30 +129,24 @@ TEST_F(SavingTest, IfTheLastSaveIsRefusedTheErrorIsThrownAfterTheTest) {
   };
   const test::CapturedLog log;
   Recorder recorder;
-  EXPECT_THAT(test::error_of([&] {
-                train_classifier(drop_net, data(),
-                                 options().save_every({.steps = 4}).stop_signal(put_one_there),
-                                 recorder);
-              }),
-              HasSubstr("expected a step after 500"));
+  const TrainResult result = train_classifier(
+      drop_net, data(), options().save_every({.steps = 4}).stop_signal(put_one_there), recorder);
+  EXPECT_THAT(result.not_saved, ElementsAre(HasSubstr("expected a step after 500")));
   EXPECT_EQ(recorder.steps.size(), 10);
   EXPECT_EQ(recorder.tests.size(), 1);
 }
 
-TEST_F(SavingTest, IfTheLastSaveFailsTheErrorIsThrownAfterTheTest) {
+TEST_F(SavingTest, IfTheLastSaveFailsTheResultHasTheError) {
   int steps = 0;
   const auto put_a_file_there = [&] {
-    if (++steps == 3) test::write_text(run_, "");
+    if (++steps == 3) put_file();
     return 0;
   };
   const test::CapturedLog log;
   Recorder recorder;
-  EXPECT_THAT(test::message_of<FileError>([&] {
-                train_classifier(drop_net, data(),
-                                 options().save_every({.steps = 4}).stop_signal(put_a_file_there),
-                                 recorder);
-              }),
-              HasSubstr(run_.string()));
+  const TrainResult result = train_classifier(
+      drop_net, data(), options().save_every({.steps = 4}).stop_signal(put_a_file_there), recorder);
+  EXPECT_THAT(result.not_saved, ElementsAre(HasSubstr(run_.string())));
   EXPECT_EQ(recorder.steps.size(), 10);
   EXPECT_EQ(recorder.tests.size(), 1);
 }
@@ -188,6 +190,40 @@ TEST_F(SavingTest, AnImpossibleDirectoryIsReportedBeforeTraining) {
   EXPECT_THROW(train_classifier(drop_net, data(), options().lr(1e30).opt_level(OptLevel::O0)),
                DivergedError);
   EXPECT_FALSE(fs::exists(run_));
+}
+
+// A job that is started anew before its earlier start has ended, for example.
+TEST_F(SavingTest, ADirectoryHasOneTrainingAtATime) {
+  const auto refusal = [&](const TrainOptions& second) {
+    Recorder recorder;
+    std::string message =
+        test::message_of<FileError>([&] { train_classifier(drop_net, data(), second, recorder); });
+    EXPECT_TRUE(recorder.steps.empty());
+    return message;
+  };
+  {
+    const RunLock first(run_);
+    EXPECT_THAT(refusal(options()), AllOf(HasSubstr("one training at a time"), HasSubstr(run_)));
+    EXPECT_THAT(refusal(options().resume_auto(true)), HasSubstr("which still runs"));
+  }
+  EXPECT_FALSE(fs::exists(run_));
+  train_classifier(drop_net, data(), options());
+  // What a killed one has left is no obstacle.
+  test::write_text(run_ / "training.lock", "");
+  train_classifier(drop_net, data(), options().max_steps(12).resume_auto(true));
+  EXPECT_THAT(steps_in(run_), ElementsAre(10, 12));
+  EXPECT_FALSE(fs::exists(run_ / "training.lock"));
+}
+
+TEST_F(SavingTest, ADirectoryOfOneStepIsNoPlaceForARun) {
+  train_classifier(drop_net, data(), options());
+  const auto inside = options().checkpoint_dir(step_of(run_, 10)).max_steps(12);
+  for (const TrainOptions& wrong : {inside, TrainOptions(inside).resume_auto(true)}) {
+    const std::string want = "which is the checkpoint of step 10";
+    EXPECT_THAT(test::message_of<FileError>([&] { train_classifier(drop_net, data(), wrong); }),
+                AllOf(HasSubstr(want), HasSubstr("name '" + run_.string() + "'")));
+    EXPECT_THAT(test::message_of<FileError>([&] { require_resumable(wrong); }), HasSubstr(want));
+  }
 }
 
 TEST_F(SavingTest, ADirectoryIsCreatedBesideAFolderOfAnyName) {
