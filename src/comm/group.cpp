@@ -90,7 +90,7 @@ at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
 void Group::barrier() const {
   if (impl_->process_group == nullptr) return;
   announce(*this, "barrier", "");
-  impl_->process_group->barrier()->wait();
+  wait_for_all(*impl_);
 }
 
 void Group::monitored_barrier(std::chrono::milliseconds given) const {

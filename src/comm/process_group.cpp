@@ -92,6 +92,10 @@ void announce(const Group& group, const std::string& call, const std::string& ar
   if (group.impl()->process_group != nullptr) group.impl()->transport->announce(call, arguments);
 }
 
+void wait_for_all(const Group::Impl& group) {
+  group.transport->barrier(c10d::BarrierOptions())->wait();
+}
+
 void connect(Group::Impl& group) {
   BackendRequest request;
   request.store = c10::make_intrusive<c10d::PrefixStore>("transport", group.store);
@@ -125,7 +129,7 @@ void connect(Group::Impl& group) {
   group.process_group->setBackend(group.device.type(), backend.type, group.transport);
   group.process_group->setDefaultBackend(backend.type);
   // No rank continues, or leaves, before all are connected.
-  group.process_group->barrier()->wait();
+  wait_for_all(group);
 }
 
 }  // namespace semitone::comm

@@ -40,6 +40,10 @@ struct Group::Impl {
 // Makes the process group of a set of processes that share a store.
 void connect(Group::Impl& group);
 
+// A barrier. That of c10d::ProcessGroup also frees a tensor of the call before it: where memory is
+// measured now and was not then, LibTorch warns of a block of unknown size.
+void wait_for_all(const Group::Impl& group);
+
 // The c10d group behind a Group, for c10d::Reducer. Null for a single process.
 inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) {
   return group.impl()->process_group;
