@@ -52,6 +52,13 @@ void expect_success_in_fork(const std::function<bool()>& act) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
+TEST(ExitStatus, NamesTheSignalOfAShellsExitCode) {
+  EXPECT_EQ((ExitStatus{3, 0}.to_string()), "exit code 3");
+  EXPECT_EQ((ExitStatus{128 + SIGUSR1, 0}.to_string()), "exit code 138 (128 + SIGUSR1)");
+  EXPECT_EQ((ExitStatus{255, 0}.to_string()), "exit code 255");
+  EXPECT_THAT((ExitStatus{0, SIGTERM}.to_string()), testing::HasSubstr("signal 15 ("));
+}
+
 TEST(Process, TellsHowItEnded) {
   EXPECT_TRUE(run(shell("exit 0")).status.success());
   const ExitStatus three = run(shell("exit 3")).status;
