@@ -54,6 +54,11 @@ void print(const weights::StateDict& tensors) {
 }
 
 weights::StateDict without_prefix(const weights::StateDict& tensors, const std::string& prefix) {
+  const auto& items = tensors.items();
+  const auto has_prefix = [&](const auto& item) { return item.key().starts_with(prefix); };
+  if (!prefix.empty() && !std::any_of(items.begin(), items.end(), has_prefix))
+    throw UsageError(kConvert, "--strip-prefix with which a name begins", "'" + prefix + "'",
+                     "without OUT, this command lists the names");
   weights::StateDict renamed;
   for (const auto& item : tensors) {
     std::string name = item.key();
@@ -142,7 +147,11 @@ void add_convert_command(CLI::App& app, Action& action) {
   add.text("--strip-prefix", flags->strip_prefix, "TEXT",
            "Beginning of names to remove: module. after Python's DataParallel");
   command.footer(std::string(kConvertFooter) + kExitCodesHelp);
-  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+  command.callback([&action, &command, flags] {
+    if (command.count("OUT") > 0 && flags->out.empty())
+      throw UsageError(kConvert, "OUT to name a file", "''", "leave it out to list the tensors");
+    action = [flags] { return run(*flags); };
+  });
 }
 
 }  // namespace semitone::cli

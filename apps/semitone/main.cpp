@@ -113,7 +113,8 @@ int run(int argc, char** argv) {
 }
 
 int fail(const std::exception& error, int code) {
-  std::cerr << error.what() << '\n';
+  // In one write, so that lines of several processes do not mix.
+  std::cerr << std::string(error.what()) + '\n';
   return code;
 }
 

@@ -52,7 +52,6 @@ std::string plain_name(std::string op) {
 
 // UsageError with the nearest names if there is no such operator.
 void require_operator(const std::string& op) {
-  if (op.empty()) return;
   try {
     amp::CastPolicy::none(c10::DeviceType::CPU).leave(op);
   } catch (const Error& error) {
@@ -151,9 +150,10 @@ int run_speed(const CLI::App& command, const OpsFlags& flags) {
 
 int run(const CLI::App& command, OpsFlags flags) {
   if (flags.speed) return run_speed(command, flags);
+  const bool is_about_one = !flags.op.empty();
   flags.op = plain_name(flags.op);
   const auto policy = policy_of(flags.policy, target_of(flags), kOps);
-  require_operator(flags.op);
+  if (is_about_one) require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);
   print(human_output(flags.json), policy, rows, flags);
   write_json(flags.json, flags.json.empty() ? "" : json_of(policy, rows));

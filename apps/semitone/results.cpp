@@ -124,7 +124,7 @@ std::string keep_those_that_fit(std::vector<Column>& columns, int terminal) {
   int used = 0;
   std::string left_out;
   for (Column* const column : by_rank) {
-    if (used + column->width < terminal) {
+    if (used == 0 || used + column->width < terminal) {
       used += column->width + 1;
     } else {
       left_out += (left_out.empty() ? "" : ", ") + column->head;
@@ -211,8 +211,9 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
     out << row([&](const Column& column) { return column.cell(result); }) << '\n';
   }
   if (!left_out.empty()) {
-    out << wrapped("not shown at this width: " + left_out, static_cast<std::size_t>(terminal))
-        << '\n';
+    constexpr int kLeast = 20;  // letters below each other cannot be read
+    const auto width = static_cast<std::size_t>(std::max(terminal, kLeast));
+    out << wrapped("not shown at this width: " + left_out, width) << '\n';
   }
 }
 

@@ -6,11 +6,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
+#include <string>
 #include <string_view>
 #include <system_error>
 #include <vector>
@@ -102,6 +104,15 @@ void apply_config(CLI::App& command, const std::string& path) {
 }
 
 std::string config_text(const CLI::App& command) {
+  for (const CLI::Option* const option : command.get_options()) {
+    const std::string value = option->get_configurable() ? text_of(*option) : "";
+    const auto is_unreadable = [](unsigned char c) { return c < ' ' || c == '#' || c == '"'; };
+    if (std::any_of(value.begin(), value.end(), is_unreadable)) {
+      throw UsageError(kTrain, "values without #, quotes and line breaks with --print-config",
+                       fmt::format("{} '{}'", option->get_name(), value),
+                       "--config cannot read it");
+    }
+  }
   std::istringstream lines(
       command.config_to_str(/*default_also=*/true, /*write_description=*/true));
   std::string text;

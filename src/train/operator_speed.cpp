@@ -56,10 +56,11 @@ std::vector<Example> examples() {
   };
 }
 
-// The minimum time of a call, in ms; nothing if the first call raises.
+// The minimum time of several calls, in ms; nothing if the first call raises.
 std::optional<double> least_ms(const std::function<void()>& call) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::milliseconds kEnough{60};
+  constexpr int kAtLeast = 3;
   constexpr int kCalls = 30;
   try {
     call();  // oneDNN makes its kernels at the first
@@ -68,7 +69,7 @@ std::optional<double> least_ms(const std::function<void()>& call) {
   }
   double least = std::numeric_limits<double>::infinity();
   const auto start = Clock::now();
-  for (int i = 0; i < kCalls && (i == 0 || Clock::now() - start < kEnough); ++i) {
+  for (int i = 0; i < kCalls && (i < kAtLeast || Clock::now() - start < kEnough); ++i) {
     const auto before = Clock::now();
     call();
     least =

@@ -150,6 +150,11 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--opt-level", "all", "--save-weights", "x.pt"},
        "expected one level with --save-weights"},
       {{"train", "--opt-level", "all", "--resume", "x"}, "expected one level with --resume"},
+      {{"train", "--threads", "1023"}, "[cli.train] expected --threads from 0 to "},
+      {{"bench", "mnist", "--threads", "1023"}, "[cli.bench] expected --threads from 0 to "},
+      {{"train", "--data", "a#b", "--print-config"}, "expected values without #"},
+      {{"convert", "w.pt", ""}, "expected OUT to name a file"},
+      {{"ops", "--op", "aten::"}, "expected --op to name an operator"},
       {{"ops", "--policy", "mine"}, "[cli.ops] expected --policy to be one of semitone, torch"},
       {{"ops", "--device", "tpu"}, "expected --device to be one of cpu, cuda"},
       {{"ops", "--op", "sofmax"},
@@ -220,6 +225,12 @@ TEST_F(CliTest, NothingIsWiderThanTheTerminal) {
     EXPECT_THAT(training, AllOf(HasSubstr(" left"), HasSubstr("\nlevel"), HasSubstr("ms/step"),
                                 HasSubstr("not shown at this width: ")));
   }
+}
+
+TEST_F(CliTest, ANarrowTerminalGetsTheFirstColumn) {
+  const std::string output =
+      on_a_terminal(train({"--opt-level", "O1", "--limit-batches", "2", "--quiet"}), true, 1);
+  EXPECT_THAT(output, HasSubstr("level \r\nO1 "));
 }
 
 TEST_F(CliTest, HelpIsMadeOfWholeSentencesAndFitsAPage) {

@@ -83,6 +83,9 @@ TEST_F(ConvertTest, ErrorsNameTheRemedyAndWriteNothing) {
   expect_failure(run_semitone({"convert", at("missing.pt"), at("a.pt")}), 1, "No such file");
   expect_failure(run_semitone({"convert", in, at("no/folder/a.pt"), "--entry", "state_dict"}), 1,
                  "no/folder/a.pt");
+  expect_failure(run_semitone({"convert", in, at("a.pt"), "--entry", "state_dict", "--strip-prefix",
+                               "modul."}),
+                 2, "--strip-prefix with which a name begins, got 'modul.'");
   expect_failure(run_semitone({"convert"}), 2, "IN");
   expect_failure(run_semitone({"convert", in, "--dtype", "bf16"}), 2, "OUT");
   EXPECT_FALSE(std::filesystem::exists(folder_ / "a.pt"));

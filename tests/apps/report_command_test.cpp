@@ -71,6 +71,19 @@ TEST_F(ReportCommandTest, WritesAPage) {
   EXPECT_EQ(read_text(path), read_text(run_ / "report.html"));
 }
 
+TEST_F(ReportCommandTest, LeavesTheFilesOfTheRecordAsTheyAre) {
+  for (const std::string file : {"metrics.csv", "samples.jsonl", "run.json"}) {
+    const std::string path = (run_ / file).string();
+    const std::string before = read_text(path);
+    for (const std::string flag : {"--html", "--json"}) {
+      const ProcessResult refused = run_semitone({"report", directory(), flag, path});
+      EXPECT_EQ(refused.status.code, 2);
+      EXPECT_THAT(refused.err, HasSubstr("another file for " + flag));
+    }
+    EXPECT_EQ(read_text(path), before);
+  }
+}
+
 TEST_F(ReportCommandTest, ComparesTwoRuns) {
   const ProcessResult result =
       run_semitone({"report", directory(), "--compare", directory(), "--json"});
