@@ -131,6 +131,7 @@ void CastKernel::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     compute_.run_stock(op, keys, stack);
     return;
   }
+  compute_.avoid_faults(arguments, policy);
   const Caster cast(regions, policy, name_);
   const FastKernel* const fast = compute_.fast_kernel(policy, id_);
   switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {

@@ -57,6 +57,9 @@ class ComputeKernels {
   bool goes_through_fp32(Arguments arguments, const CompiledPolicy& policy,
                          c10::ScalarType dtype) const;
 
+  // Replaces arguments by others with the same result, if LibTorch's kernel would fail for them.
+  void avoid_faults(Arguments arguments, const CompiledPolicy& policy) const;
+
   // Semitone's kernel if the policy takes it, else null.
   const FastKernel* fast_kernel(const CompiledPolicy& policy, OpId id) const {
     return policy.uses_fast_kernel(id) ? fast_ : nullptr;

@@ -3,8 +3,6 @@
 #include "src/autocast/op_names.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/types.h>
 
 #include <algorithm>
 #include <map>
@@ -81,7 +79,7 @@ std::vector<c10::OperatorHandle> all_products(bool convolutions_only) {
   }());
   std::vector<c10::OperatorHandle> products;
   for (const auto& [op, product] : *all) {
-    if (!convolutions_only || product.is_convolution()) products.push_back(op);
+    if (!convolutions_only || product.convolves()) products.push_back(op);
   }
   return products;
 }
@@ -150,20 +148,6 @@ bool is_usual(Arguments arguments) {
   return true;
 }
 
-// Small integers are exact in every dtype, so any difference is an error rather than rounding.
-at::Tensor small_integers(at::IntArrayRef shape) {
-  return torch::arange(c10::multiply_integers(shape), at::kFloat).remainder(5).sub_(2).view(shape);
-}
-
-bool trial_convolution_is_wrong(c10::ScalarType dtype) {
-  const at::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  const at::Tensor input = small_integers({1, 8, 13});
-  const at::Tensor weight = small_integers({16, 8, 8});
-  const at::Tensor got = at::conv1d(input.to(dtype), weight.to(dtype)).to(at::kFloat);
-  return !at::equal(got, at::conv1d(input, weight));
-}
-
 }  // namespace
 
 std::optional<MatrixProduct> matrix_product(const c10::OperatorHandle& op) {
@@ -204,16 +188,6 @@ bool has_small_steps(std::span<const c10::IValue> arguments) {
   if (!weights.isTensorList()) return false;
   const auto list = weights.toTensorVector();
   return list.size() > 1 && list[1].numel() < kWeights;
-}
-
-bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype) {
-  if (weight.dim() < 3 || weight.device().type() != c10::DeviceType::CPU) return false;
-  const std::int64_t channels = weight.size(1);
-  const std::int64_t row = channels * weight.size(-1);
-  if (channels >= 16 || channels % 2 != 0 || row % 32 != 0 || row <= 32) return false;
-  static const bool wrong_in_bf16 = trial_convolution_is_wrong(at::kBFloat16);
-  static const bool wrong_in_fp16 = trial_convolution_is_wrong(at::kHalf);
-  return dtype == at::kHalf ? wrong_in_fp16 : dtype == at::kBFloat16 && wrong_in_bf16;
 }
 
 }  // namespace semitone::amp

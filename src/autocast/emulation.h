@@ -22,14 +22,17 @@ struct MatrixProduct {
   // of padded sequences.
   bool has_steps = false;
 
-  // Whether the weight's shape matters (convolves_wrongly).
+  // conv1d, conv2d, conv3d, or `convolution`, which may also be grouped or transposed.
   bool is_convolution() const { return kind == OperatorKind::convolution; }
+  // One of these, or of conv_transpose1d, 2d and 3d.
+  bool convolves() const {
+    return is_convolution() || kind == OperatorKind::transposed_convolution;
+  }
 };
 
 std::optional<MatrixProduct> matrix_product(const c10::OperatorHandle& op);
 
-// All matrix products of this LibTorch, or the convolutions only: conv1d … and `convolution`, which
-// may also be grouped or transposed.
+// All matrix products of this LibTorch, or the convolutions only.
 std::vector<c10::OperatorHandle> matrix_products();
 std::vector<c10::OperatorHandle> convolutions();
 
@@ -43,14 +46,5 @@ bool runs_natively(const MatrixProduct& product, std::span<const c10::IValue> ar
 // weights from state to state, cells in bf16 take 1.1 to 3.7 times as long as in fp32; with more,
 // 0.4 to 0.9 times (LSTM, GRU and RNN of 32 to 512 units, batches of 32, AVX512-BF16 on Zen 5).
 bool has_small_steps(std::span<const c10::IValue> arguments);
-
-// Whether this machine's LibTorch computes a 16-bit convolution with this weight wrongly. On
-// processors with AMX, the oneDNN of LibTorch 2.11 to 2.15 returns garbage if a weight has fewer
-// than 16 input channels per group, an even number of them, and channels * kernel width is a
-// multiple of 32 above 32 (for example 8 channels and width 8), for any stride and padding. An
-// example is a patch embedding of 4-channel latents by 16. Backward is right. A comparison of bf16
-// and fp16 with fp32 over 11,000 shapes found this. The first call tries one such convolution, so
-// that nothing changes for a repaired LibTorch.
-bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype);
 
 }  // namespace semitone::amp

@@ -2,6 +2,7 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
+#include "src/autocast/convolution_faults.h"
 #include "src/autocast/emulation.h"
 #include "src/core/native_kernels.h"
 #include "tests/autocast/emulation_fixture.h"
