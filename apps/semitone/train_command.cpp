@@ -291,16 +291,20 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     if (speaks) say_stopped(trained.results.front(), flags);
     return kSignal + signal;
   }
-  if (speaks && signal == 0 && !trained.results.empty()) {
-    if (!flags.as_part) {
-      print_table(out, trained.results, terminal_columns(out));
-      print_notes(out, trained.results);
-    }
-    write_json(flags.json, to_json(trained.results));
+  const bool has_results = speaks && signal == 0 && !trained.results.empty();
+  if (has_results && !flags.as_part) {
+    print_table(out, trained.results, terminal_columns(out));
+    print_notes(out, trained.results);
   }
-  if (speaks) say_left_out(trained.left_out);
-  if (trained.error) std::rethrow_exception(trained.error);
   for (const std::string& error : not_saved) std::cerr << error + '\n';
+  if (speaks) say_left_out(trained.left_out);
+  try {
+    if (has_results) write_json(flags.json, to_json(trained.results));
+  } catch (const FileError& error) {
+    if (!trained.error) throw;
+    std::cerr << error.what() << '\n';  // that of the level follows
+  }
+  if (trained.error) std::rethrow_exception(trained.error);
   return not_saved.empty() ? trained.code : static_cast<int>(kFailure);
 }
 

@@ -149,9 +149,10 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
 void check_files(const TrainFlags& flags, const CLI::App& command) {
   const std::filesystem::path& file = flags.options.save_weights();
   require_two_files(kTrain, {"--save-weights", file}, {"--json", flags.json});
-  // --policy may be a name, too.
+  // --policy may be a name, too, and --data a folder.
   for (const FlagOfFile& read :
-       {FlagOfFile{"--policy", flags.policy}, FlagOfFile{"--config", flags.config}}) {
+       {FlagOfFile{"--policy", flags.policy}, FlagOfFile{"--config", flags.config},
+        FlagOfFile{"--data", flags.data.path}}) {
     require_two_files(kTrain, read, {"--json", flags.json});
     require_two_files(kTrain, read, {"--save-weights", file});
   }

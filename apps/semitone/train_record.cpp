@@ -6,6 +6,7 @@
 #include "semitone/report/run_log.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
+#include "src/report/run_files.h"
 #include "src/report/run_json.h"
 #include "src/train/run_recorder.h"
 
@@ -19,8 +20,8 @@
 namespace semitone::cli {
 namespace {
 
-// A launcher starts the processes again with the command line of the first start, and also if that
-// refused to continue another job's record.
+// A launcher restarts processes with the first command line, also if the first start was refused
+// because the record is another job's. So a restart counts only if this job made the last start.
 bool is_restart(const std::string& log_dir) {
   return (env::get(env::kRestartCount).value_or("0") != "0" ||
           env::get(env::kAttempt).value_or("0") != "0") &&
@@ -63,7 +64,7 @@ void require_recordable(const TrainFlags& flags) {
   const auto levels = flags.levels();
   for (const amp::OptLevel level : levels) {
     const std::string directory = log_dir_of(flags.log_dir, level, levels.size() > 1);
-    if (report::starts_in(directory) == 0 || may_continue(flags.options, directory)) continue;
+    if (!report::has_values(directory) || may_continue(flags.options, directory)) continue;
     throw FileError("cli.train", "a --log-dir without a run", "'" + directory + "', which has one",
                     "choose another directory, or continue the run with --resume");
   }

@@ -54,13 +54,25 @@ bool trial_convolution_is_wrong(c10::ScalarType dtype) {
   return !at::equal(got, at::conv1d(input, weight));
 }
 
-// The values for the dimensions of the image; a single one stands for all. Nothing for words: there
-// is no padding with "valid", and no stride with "same".
+// The values for the dimensions of the image; a single one stands for all.
 std::optional<Sizes> per_dimension(const c10::IValue& value, std::size_t dimensions) {
   if (!value.isIntList()) return std::nullopt;
   Sizes values = value.toIntVector();
   if (values.size() == 1) values.resize(dimensions, values.front());
   return values.size() == dimensions ? std::optional(std::move(values)) : std::nullopt;
+}
+
+// That of the beginning, where it is a word: "same", which has stride 1, puts the odd element at
+// the end.
+std::optional<Sizes> padding_of(const c10::IValue& value, const at::Tensor& weight,
+                                const Sizes& dilation) {
+  const std::size_t dimensions = dilation.size();
+  if (!value.isString()) return per_dimension(value, dimensions);
+  Sizes padding(dimensions, 0);
+  if (value.toStringRef() != "same") return padding;
+  for (std::size_t i = 0; i < dimensions; ++i)
+    padding[i] = dilation[i] * (weight.size(static_cast<std::int64_t>(i) + 2) - 1) / 2;
+  return padding;
 }
 
 bool wants_gradient(const at::Tensor& tensor) {
@@ -91,13 +103,17 @@ struct Line {
     }
     return false;
   }
-  // Whether a result does.
+  // Whether a result does. Those between the edges meet the image with the first element.
   bool has_idle_result() const {
-    for (std::int64_t result = 0; result < to; ++result) {
+    const auto is_idle = [&](std::int64_t result) {
       std::int64_t element = 0;
       while (element < kernel && !meet(element, result)) ++element;
-      if (element == kernel) return true;
-    }
+      return element == kernel;
+    };
+    for (std::int64_t result = 0; result < to && result * stride < padding; ++result)
+      if (is_idle(result)) return true;
+    for (std::int64_t result = to - 1; result >= 0 && result * stride - padding >= from; --result)
+      if (is_idle(result)) return true;
     return false;
   }
 };
@@ -139,17 +155,17 @@ std::optional<Convolution> convolution_of(const MatrixProduct& product, Argument
       arguments[has_flag ? PlainPlace::kGroupsAfterTransposed : PlainPlace::kGroups];
   const auto count = static_cast<std::size_t>(found.weight.dim() - 2);
   const auto stride = per_dimension(arguments[Place::kStride], count);
-  const auto padding = per_dimension(arguments[Place::kPadding], count);
   const auto dilation = per_dimension(
       arguments[is_plain ? PlainPlace::kDilation : TransposedPlace::kDilation], count);
+  if (!dilation.has_value()) return std::nullopt;
+  const auto padding = padding_of(arguments[Place::kPadding], found.weight, *dilation);
   const auto more =
       found.is_transposed
           ? per_dimension(
                 arguments[is_plain ? PlainPlace::kOutputPadding : TransposedPlace::kOutputPadding],
                 count)
           : Sizes(count, 0);
-  if (!groups.isInt() || !stride.has_value() || !padding.has_value() || !dilation.has_value() ||
-      !more.has_value())
+  if (!groups.isInt() || !stride.has_value() || !padding.has_value() || !more.has_value())
     return std::nullopt;
   found.groups = groups.toInt();
   for (std::size_t i = 0; i < count; ++i) {
@@ -159,7 +175,8 @@ std::optional<Convolution> convolution_of(const MatrixProduct& product, Argument
     if (line.stride < 1) return std::nullopt;
     if (found.is_transposed) {
       line.from = (size - 1) * line.stride - 2 * line.padding + line.reach() + (*more)[i];
-    } else {
+    } else if (!arguments[Place::kPadding].isString() ||
+               arguments[Place::kPadding].toStringRef() != "same") {
       line.to = (size + 2 * line.padding - line.reach()) / line.stride + 1;
     }
     found.lines.push_back(line);
@@ -172,10 +189,9 @@ at::Tensor plain(const at::Tensor& tensor) {
   return tensor.reshape(-1).view(tensor.sizes());
 }
 
-// Whether LibTorch computes in channels last.
-bool is_channels_last(const Convolution& convolution) {
-  return convolution.input.suggest_memory_format() != at::MemoryFormat::Contiguous ||
-         convolution.weight.suggest_memory_format() != at::MemoryFormat::Contiguous;
+bool is_channels_last(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+         value.toTensor().suggest_memory_format() != at::MemoryFormat::Contiguous;
 }
 
 }  // namespace
@@ -204,19 +220,25 @@ bool may_be_wrong(const MatrixProduct& product, Arguments arguments) {
 
 void avoid_faults(const MatrixProduct& product, std::span<c10::IValue> arguments) {
   constexpr std::int64_t kChannels = 16;
+  // If one of them is, LibTorch computes in channels last.
+  if (!is_channels_last(arguments[Place::kInput]) && !is_channels_last(arguments[Place::kWeight]))
+    return;
   const auto convolution = convolution_of(product, arguments);
-  if (!convolution.has_value() || !is_channels_last(*convolution)) return;
-  const auto& [input, weight, is_transposed, groups, lines] = *convolution;
+  if (!convolution.has_value()) return;
+  const auto& lines = convolution->lines;
   const auto is_point = [](const Line& line) { return line.kernel == 1 && line.padding == 0; };
   if (convolution->has_idle_result()) {
-    arguments[Place::kInput] = plain(input);
-    arguments[Place::kWeight] = plain(weight);
-  } else if (!is_transposed && input.dim() == weight.dim() && weight.size(1) < kChannels &&
+    for (const std::size_t place : {Place::kInput, Place::kWeight}) {
+      if (is_channels_last(arguments[place])) arguments[place] = plain(arguments[place].toTensor());
+    }
+  } else if (!convolution->is_transposed && convolution->weight.size(1) < kChannels &&
              convolution->has_stride() && std::all_of(lines.begin(), lines.end(), is_point) &&
-             wants_gradient(weight)) {
-    at::Tensor read = input;
-    for (std::size_t i = 0; i < lines.size(); ++i)
-      read = read.slice(static_cast<std::int64_t>(i) + 2, 0, std::nullopt, lines[i].stride);
+             wants_gradient(convolution->weight)) {
+    at::Tensor read = convolution->input;
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+      const auto from_end = static_cast<std::int64_t>(i) - static_cast<std::int64_t>(lines.size());
+      read = read.slice(from_end, 0, std::nullopt, lines[i].stride);
+    }
     arguments[Place::kInput] = read;
     arguments[Place::kStride] = Sizes(lines.size(), 1);
   }

@@ -24,7 +24,7 @@ struct MatrixProduct {
 
   // conv1d, conv2d, conv3d, or `convolution`, which may also be grouped or transposed.
   bool is_convolution() const { return kind == OperatorKind::convolution; }
-  // One of these, or of conv_transpose1d, 2d and 3d.
+  // One of these, or conv_transpose1d, 2d or 3d.
   bool convolves() const {
     return is_convolution() || kind == OperatorKind::transposed_convolution;
   }

@@ -90,10 +90,11 @@ void Rendezvous::start_static() {
 void Rendezvous::start_at_endpoint() {
   endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
   const auto opened = host_at_endpoint();
-  may_become_node_0_ = opened.error == EADDRINUSE || opened.lookup_error != 0;
-  // Otherwise the address is another machine's, or another launcher of this machine uses it.
-  if (!opened.ok() && !may_become_node_0_ && opened.error != EADDRNOTAVAIL)
-    throw_cannot_listen(endpoint_, opened);
+  // The address is another machine's, another launcher of this machine uses it, or its name is not
+  // known yet: connect() goes on.
+  const bool is_over = opened.ok() || opened.lookup_error != 0 || opened.error == EADDRINUSE ||
+                       opened.error == EADDRNOTAVAIL;
+  if (!is_over) throw_cannot_listen(endpoint_, opened);
 }
 
 net::Result<Descriptor> Rendezvous::host_at_endpoint() {
@@ -169,9 +170,11 @@ net::Result<Descriptor> Rendezvous::open_channel() {
   if (opened.ok()) {
     channel_.emplace(std::exchange(opened.value, Descriptor()),
                      duration(options_.heartbeat_timeout()));
-  } else if (may_become_node_0_ && opened.error == ECONNREFUSED && host_at_endpoint().ok()) {
-    // The port's user was no launcher. Or two launchers of this machine began to listen in the same
-    // moment: then the system refuses both.
+  } else if (!is_numbered() && !coordinator_.has_value() && opened.error == ECONNREFUSED &&
+             host_at_endpoint().ok()) {
+    // The port's user was no launcher; the name was not known yet, or was that of an earlier pod;
+    // or two launchers of this machine began to listen in the same moment, and the system refused
+    // both.
     log()->info("this is node 0, since nobody answers at {}", endpoint_.to_string());
     return {};
   }
@@ -191,6 +194,7 @@ bool Rendezvous::connect(const Interrupt& interrupt) {
       return true;
     }
     if (opened.lookup_error == 0) {
+      lookups.resolved();
       check_deadline(opened.problem);
       wait_until(Clock::now() + kRetryInterval, interrupt);
     } else if (const auto next = lookups.next(opened.lookup_error, opened.problem)) {

@@ -34,7 +34,7 @@ class Rendezvous {
   void start_single_node();
   void start_static();
   void start_at_endpoint();
-  // Becomes node 0 if no other program listens there. The errno if one does.
+  // Becomes node 0 if the address is this machine's, and no other program listens there.
   net::Result<Descriptor> host_at_endpoint();
   bool is_numbered() const;
   void host(Job job, Descriptor listener);
@@ -54,10 +54,7 @@ class Rendezvous {
   std::optional<Coordinator> coordinator_;
   std::optional<Channel> channel_;
   bool answered_ = false;  // node 0 has answered
-  // Node 0's port was used by another program of this machine, or the machine's name was not known
-  // yet: this may be node 0 after all.
-  bool may_become_node_0_ = false;
-  Time deadline_;  // to find node 0
+  Time deadline_;          // to find node 0
 };
 
 }  // namespace semitone::launch

@@ -12,8 +12,8 @@ namespace semitone::net {
 // How long a name that cannot be resolved is looked up again.
 struct LookupTimeouts {
   std::chrono::milliseconds any{};  // whatever the reason
-  // If name servers answer that there is no such name. That of a pod appears some time after the
-  // pod has started; one that is mistyped never does.
+  // If there is no such name (for any error but EAI_AGAIN). That of a pod appears some time after
+  // the pod has started; one that is mistyped never does.
   std::chrono::milliseconds unknown = std::chrono::seconds(60);
 };
 
@@ -26,6 +26,9 @@ class LookupRetries {
   // once after some seconds.
   // @param lookup_error, problem  of the last look-up, as in net::Result
   std::optional<Time> next(int lookup_error, const std::string& problem);
+
+  // The last look-up found the name.
+  void resolved() { unknown_since_.reset(); }
 
   // The limit that the last next() went by.
   std::chrono::milliseconds limit() const { return limit_; }

@@ -104,6 +104,12 @@ std::string markdown_of(const RunLogOptions::Config& config) {
 
 }  // namespace
 
+bool has_values(const std::filesystem::path& directory) {
+  std::error_code error;
+  const auto size = std::filesystem::file_size(directory / "metrics.csv", error);
+  return !error && size > static_cast<std::uintmax_t>(kHeaderSize);
+}
+
 double wall_time() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }

@@ -13,7 +13,12 @@
 #include <string>
 #include <string_view>
 
+// Internal interface: other rooms include this header.
 namespace semitone::report {
+
+// Whether a run in a directory has values. A start that failed has left none, and the next one may
+// take its place.
+bool has_values(const std::filesystem::path& directory);
 
 // The time now, for a Moment.
 double wall_time();

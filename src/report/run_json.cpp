@@ -21,6 +21,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 namespace semitone::report {
@@ -86,12 +87,19 @@ int starts_in(const std::filesystem::path& directory) {
 }
 
 bool is_record_file(const std::filesystem::path& path) {
-  std::error_code ignored;
-  const std::filesystem::path real = std::filesystem::canonical(path, ignored);
+  std::error_code error;
+  const auto real =
+      std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
+  if (error || starts_in(real.parent_path()) == 0) return false;
   const std::string name = real.filename().string();
-  return starts_in(real.parent_path()) > 0 &&
-         (name == "metrics.csv" || name.ends_with(".jsonl") || name.starts_with("events.out.") ||
-          (name.starts_with("run") && name.ends_with(".json")));
+  constexpr std::string_view kStart = "run-";
+  constexpr std::string_view kEnd = ".json";
+  const bool is_start =
+      name.starts_with(kStart) && name.ends_with(kEnd) &&
+      parse_number<int>(name.substr(kStart.size(), name.size() - kStart.size() - kEnd.size()))
+          .has_value();
+  return is_start || name == "run.json" || name == "metrics.csv" || name == "samples.jsonl" ||
+         name == "texts.jsonl" || name.starts_with("events.out.tfevents.");
 }
 
 std::string job_of_last_start(const std::filesystem::path& directory) {

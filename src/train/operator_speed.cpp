@@ -60,7 +60,7 @@ std::vector<Example> examples() {
 std::optional<double> least_ms(const std::function<void()>& call) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::milliseconds kEnough{60};
-  constexpr int kAtLeast = 3;
+  constexpr int kLeastCalls = 3;
   constexpr int kCalls = 30;
   try {
     call();  // oneDNN makes its kernels at the first
@@ -69,7 +69,7 @@ std::optional<double> least_ms(const std::function<void()>& call) {
   }
   double least = std::numeric_limits<double>::infinity();
   const auto start = Clock::now();
-  for (int i = 0; i < kCalls && (i < kAtLeast || Clock::now() - start < kEnough); ++i) {
+  for (int i = 0; i < kCalls && (i < kLeastCalls || Clock::now() - start < kEnough); ++i) {
     const auto before = Clock::now();
     call();
     least =

@@ -45,7 +45,10 @@ bool RunLock::take() {
         "train.checkpoints",
         fmt::format("one training at a time with checkpoints in '{}'", directory_.string()),
         "another one, which still runs",
-        "wait until it has ended, or choose another --checkpoint-dir");
+        fmt::format(
+            "wait until it has ended, or choose another --checkpoint-dir; if its machine is "
+            "gone, remove '{}'",
+            path_.string()));
   }
   if (!has_name(file, path_)) return false;
   file_ = std::move(file);
@@ -57,6 +60,7 @@ RunLock::~RunLock() {
     if (has_name(file_, path_)) ::unlink(path_.c_str());
     // A child that this process forked meanwhile has the descriptor too, and would keep the lock.
     ::flock(file_.number(), LOCK_UN);
+    file_ = Descriptor();  // or NFS keeps the file, and thus the directory
   }
   if (created_) ::rmdir(directory_.c_str());  // fails if it is not empty
 }

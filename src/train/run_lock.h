@@ -12,7 +12,7 @@ namespace semitone::train {
 class RunLock {
  public:
   // Creates the directory. FileError if another training has it. Without permission to write there,
-  // or on a file system without locks, there is no lock.
+  // on a file system without locks, or if the file cannot be made, there is no lock.
   explicit RunLock(const std::filesystem::path& directory);
   // Removes the file, and the directory if it was created and is still empty.
   ~RunLock();

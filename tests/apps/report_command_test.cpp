@@ -82,6 +82,11 @@ TEST_F(ReportCommandTest, LeavesTheFilesOfTheRecordAsTheyAre) {
     }
     EXPECT_EQ(read_text(path), before);
   }
+  EXPECT_EQ(
+      run_semitone({"report", directory(), "--json", (run_ / "run-2.json").string()}).status.code,
+      2);
+  EXPECT_TRUE(run_semitone({"report", directory(), "--json", (run_ / "running.json").string()})
+                  .status.success());
 }
 
 TEST_F(ReportCommandTest, ComparesTwoRuns) {

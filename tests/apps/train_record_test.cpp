@@ -135,6 +135,13 @@ TEST_F(TrainRecord, OfAnotherTrainingIsNotContinued) {
   EXPECT_EQ(events_files(run()), 1);
 }
 
+TEST_F(TrainRecord, TakesThePlaceOfAStartThatLeftNoValues) {
+  std::filesystem::create_directories(run());
+  write_text(run() + "/run.json", "{}");
+  const ProcessResult finished = run_semitone(train({"--log-dir", run(), "--limit-batches", "2"}));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+}
+
 TEST_F(TrainRecord, OfAnotherJobIsNotContinuedByRestarts) {
   const Words words = train({"--log-dir", run(), "--limit-batches", "2"});
   const auto start = [&](const std::string& job, const std::string& attempt) {

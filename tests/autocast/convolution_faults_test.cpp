@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp::convolution_faults_test {
@@ -178,6 +179,54 @@ TEST(ConvolutionFaults, AreFoundByTheirShapes) {
   // The result of the first is right, that of the last ones is not.
   EXPECT_FALSE(is_suspect(suspects().front(), /*recorded=*/false));
   EXPECT_TRUE(is_suspect(suspects().back(), /*recorded=*/false));
+}
+
+std::vector<c10::IValue> conv2d_arguments(const at::Tensor& input, const at::Tensor& weight,
+                                          c10::IValue padding, std::int64_t groups = 1) {
+  return {input, weight, c10::IValue(), Sizes{2, 2}, std::move(padding), Sizes{1, 1}, groups};
+}
+
+MatrixProduct product_of(const char* name, const char* overload) {
+  return *matrix_product(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+}
+
+TEST(ConvolutionFaults, OfStridesOver1x1KernelsAreAvoided) {
+  const at::Tensor weight = torch::ones({16, 3, 1, 1}).requires_grad_();
+  for (const Sizes& shape : {Sizes{2, 3, 9, 5}, Sizes{3, 9, 5}}) {
+    const at::Tensor image = torch::ones({2, 3, 9, 5}).contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor input = shape.size() == 4 ? image : image[0];
+    const at::Tensor last =
+        weight.detach().as_strided(weight.sizes(), {3, 1, 3, 3}).requires_grad_();
+    for (const bool is_word : {false, true}) {
+      auto arguments = is_word ? conv2d_arguments(input, last, std::string("valid"))
+                               : conv2d_arguments(input, last, Sizes{0, 0});
+      avoid_faults(product_of("aten::conv2d", is_word ? "padding" : ""), arguments);
+      EXPECT_EQ(arguments[0].toTensor().size(-1), 3);
+      EXPECT_EQ(arguments[0].toTensor().size(-2), 5);
+      EXPECT_EQ(arguments[3].toIntVector(), (Sizes{1, 1}));
+    }
+  }
+  // Without a gradient, or contiguous, nothing happens.
+  for (const at::Tensor& other : {weight.detach(), weight}) {
+    auto arguments = conv2d_arguments(torch::ones({2, 3, 9, 5}), other, Sizes{0, 0});
+    avoid_faults(product_of("aten::conv2d", ""), arguments);
+    EXPECT_EQ(arguments[3].toIntVector(), (Sizes{2, 2}));
+  }
+}
+
+TEST(ConvolutionFaults, AreFoundWherePaddingIsAWord) {
+  const at::Tensor input = torch::ones({2, 3, 5, 2});
+  const at::Tensor weight = torch::ones({48, 1, 4, 2});
+  const auto words = product_of("aten::conv2d", "padding");
+  EXPECT_TRUE(may_be_wrong(words, conv2d_arguments(input, weight, std::string("valid"), 3)));
+  EXPECT_FALSE(may_be_wrong(
+      words, conv2d_arguments(torch::ones({2, 3, 9, 9}), weight, std::string("valid"), 3)));
+  // Padding of 2 at both ends, and an image of 2: the first result meets places -2 and 2.
+  const std::vector<c10::IValue> same{torch::ones({2, 4, 2}), torch::ones({4, 4, 2}),
+                                      c10::IValue(),          Sizes{1},
+                                      std::string("same"),    Sizes{4},
+                                      std::int64_t{1}};
+  EXPECT_TRUE(may_be_wrong(product_of("aten::conv1d", "padding"), same));
 }
 
 }  // namespace

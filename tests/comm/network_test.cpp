@@ -102,6 +102,18 @@ TEST(Network, GivesANameThatNoServerKnowsLessTime) {
   EXPECT_EQ(resolved_within(timeouts, [&] { return unanswered.look_up(); }).value, 7);
 }
 
+// A pod that was there, and is started anew elsewhere.
+TEST(Network, TheTimeOfAnUnknownNameBeginsAnewAfterItWasKnown) {
+  net::LookupRetries retries(
+      {.any = std::chrono::hours(1), .unknown = std::chrono::milliseconds(50)});
+  EXPECT_TRUE(retries.next(EAI_NONAME, "").has_value());
+  retries.resolved();
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  EXPECT_TRUE(retries.next(EAI_NONAME, "").has_value());
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  EXPECT_FALSE(retries.next(EAI_NONAME, "").has_value());
+}
+
 TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
   const Machine here = this_machine();
   EXPECT_TRUE(are_same_machine(here, parse_machine(to_string(here))));
