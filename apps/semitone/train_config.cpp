@@ -107,10 +107,8 @@ std::string config_text(const CLI::App& command) {
   for (const CLI::Option* const option : command.get_options()) {
     const bool is_written = option->get_configurable() && option->count() > 0;
     const std::string value = is_written ? text_of(*option) : "";
-    const auto is_unreadable = [](unsigned char c) {
-      return c < ' ' || c == '#' || c == '"' || c == '\'';
-    };
-    if (std::any_of(value.begin(), value.end(), is_unreadable)) {
+    const auto is_unreadable = [](unsigned char c) { return c < ' ' || c == '#' || c == '"'; };
+    if (value.starts_with('\'') || std::any_of(value.begin(), value.end(), is_unreadable)) {
       throw UsageError(kTrain, "values without #, quotes and line breaks with --print-config",
                        fmt::format("{} '{}'", option->get_name(), value),
                        "--config cannot read it");
