@@ -237,6 +237,7 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
 void say_left_out(const std::vector<amp::OptLevel>& levels) {
   if (levels.empty()) return;
   std::vector<std::string_view> names;
+  names.reserve(levels.size());
   for (const amp::OptLevel level : levels) names.push_back(amp::name_of(level));
   std::cerr << fmt::format("[train] not trained: {}\n", fmt::join(names, ", "));
 }
