@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/checkpoint/files.h"
+#include "src/core/file_lock.h"
 #include "src/core/log.h"
 #include "src/core/parse_number.h"
 
@@ -100,11 +101,6 @@ Descriptor open_directory(const fs::path& directory) {
   return Descriptor(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
-// Whether this process got the lock of a directory, or the file system has none.
-bool lock(const Descriptor& directory) {
-  return ::flock(directory.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
-}
-
 // Checkpoints that were to be replaced by others, which do not have their names yet: where they are,
 // and their names.
 std::vector<std::pair<fs::path, fs::path>> left_without_names(const fs::path& directory) {
@@ -157,7 +153,7 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
 std::vector<std::int64_t> steps_to_resume_in(const fs::path& directory) {
   // Another process cannot save while this one has the lock, so it is taken only if it is needed.
   if (!left_without_names(directory).empty()) {
-    if (const Descriptor opened = open_directory(directory); opened.is_open() && lock(opened))
+    if (const Descriptor opened = open_directory(directory); opened.is_open() && try_lock(opened))
       recover_locked(directory);
   }
   return steps_in(directory);
@@ -190,7 +186,7 @@ void Staging::take_lock() {
   if (!lock_.is_open())
     fail_in(directory_, errno, "choose a directory that this user may write to");
   // Some network file systems have no locks. Saving works there, without this check.
-  if (lock(lock_)) return;
+  if (try_lock(lock_)) return;
   fail_beside_another();
 }
 

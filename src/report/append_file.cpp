@@ -1,9 +1,9 @@
 #include "src/report/append_file.h"
 
 #include "semitone/core/error.h"
+#include "src/core/file_lock.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -38,9 +38,8 @@ void AppendFile::fail(int reason) const {
 }
 
 void AppendFile::lock() {
-  const bool is_locked = ::flock(file_.number(), LOCK_EX | LOCK_NB) == 0;
   // The last process that had the lock may have written since the file was opened.
-  if (is_locked || errno != EWOULDBLOCK) return read_size();
+  if (try_lock(file_)) return read_size();
   throw FileError(kRunLog, "a directory that nothing else writes to",
                   "'" + path_.string() + "', which another process or RunLog has open",
                   "give each run its own directory, and each process its RunLogOptions::rank");

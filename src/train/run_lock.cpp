@@ -1,6 +1,7 @@
 #include "src/train/run_lock.h"
 
 #include "semitone/core/error.h"
+#include "src/core/file_lock.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -39,8 +40,7 @@ bool RunLock::take() {
   created_ |= std::filesystem::create_directories(directory_, ignored);
   Descriptor file(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, kMode));
   if (!file.is_open()) return errno != ENOENT;
-  if (::flock(file.number(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) return true;
+  if (!try_lock(file)) {
     throw FileError(
         "train.checkpoints",
         fmt::format("one training at a time with checkpoints in '{}'", directory_.string()),
