@@ -1,5 +1,7 @@
 #include "src/autocast/convolution_faults.h"
 
+#include "src/autocast/convolution_arguments.h"
+
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -18,27 +21,9 @@ namespace {
 using Arguments = std::span<const c10::IValue>;
 using Sizes = std::vector<std::int64_t>;
 
-// Of all convolution operators.
-struct Place {
-  static constexpr std::size_t kInput = 0;
-  static constexpr std::size_t kWeight = 1;
-  static constexpr std::size_t kStride = 3;
-  static constexpr std::size_t kPadding = 4;
-};
-// Of conv1d, conv2d and conv3d. `convolution` and `_convolution` have (transposed, output_padding)
-// before the groups.
-struct PlainPlace : Place {
-  static constexpr std::size_t kDilation = 5;
-  static constexpr std::size_t kGroups = 6;
-  static constexpr std::size_t kTransposed = 6;
-  static constexpr std::size_t kOutputPadding = 7;
-  static constexpr std::size_t kGroupsAfterTransposed = 8;
-};
-// Of conv_transpose1d, 2d and 3d.
-struct TransposedPlace : Place {
-  static constexpr std::size_t kOutputPadding = 5;
-  static constexpr std::size_t kDilation = 7;
-};
+using Place = ConvolutionPlace;
+using PlainPlace = PlainConvolutionPlace;
+using TransposedPlace = TransposedConvolutionPlace;
 
 // Small integers are exact in every dtype, so any difference is an error rather than rounding.
 at::Tensor small_integers(at::IntArrayRef shape) {

@@ -1,5 +1,6 @@
 #include "src/autocast/emulation.h"
 
+#include "src/autocast/convolution_arguments.h"
 #include "src/autocast/op_names.h"
 
 #include <c10/core/GradMode.h>
@@ -86,24 +87,14 @@ std::vector<c10::OperatorHandle> all_products(bool convolutions_only) {
 
 using Arguments = std::span<const c10::IValue>;
 
-// conv1d, conv2d and conv3d take these; `convolution` and `_convolution` have (transposed,
-// output_padding) before the groups.
-enum ConvolutionArgument : std::size_t {
-  kConvolvedWeight = 1,
-  kConvolutionPadding = 4,
-  kConvolutionDilation = 5,
-  kConvolutionGroups = 6,
-  kConvolutionTransposed = 6,
-  kGroupsAfterTransposed = 8,
-};
-
 OperatorKind kind_of(const MatrixProduct& product, Arguments arguments) {
   if (!product.is_convolution()) return product.kind;
-  const bool has_transposed = arguments[kConvolutionTransposed].isBool();
-  if (has_transposed && arguments[kConvolutionTransposed].toBool())
+  const bool has_transposed = arguments[PlainConvolutionPlace::kTransposed].isBool();
+  if (has_transposed && arguments[PlainConvolutionPlace::kTransposed].toBool())
     return OperatorKind::transposed_convolution;
   const c10::IValue& groups =
-      arguments[has_transposed ? kGroupsAfterTransposed : kConvolutionGroups];
+      arguments[has_transposed ? PlainConvolutionPlace::kGroupsAfterTransposed
+                               : PlainConvolutionPlace::kGroups];
   return groups.isInt() && groups.toInt() == 1 ? OperatorKind::convolution
                                                : OperatorKind::grouped_convolution;
 }
@@ -136,12 +127,14 @@ bool is_usual(Arguments arguments) {
     const auto sizes = value.toIntVector();
     return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size == 1; });
   };
-  if (!arguments[kConvolutionDilation].isIntList() || !all_are_one(arguments[kConvolutionDilation]))
+  if (!arguments[PlainConvolutionPlace::kDilation].isIntList() ||
+      !all_are_one(arguments[PlainConvolutionPlace::kDilation]))
     return false;
-  if (arguments[kConvolutionPadding].isString()) return true;  // "same" is half a kernel
-  if (!arguments[kConvolutionPadding].isIntList()) return false;
-  const auto padding = arguments[kConvolutionPadding].toIntVector();
-  const auto kernel = arguments[kConvolvedWeight].toTensor().sizes().slice(2);
+  if (arguments[PlainConvolutionPlace::kPadding].isString())
+    return true;  // "same" is half a kernel
+  if (!arguments[PlainConvolutionPlace::kPadding].isIntList()) return false;
+  const auto padding = arguments[PlainConvolutionPlace::kPadding].toIntVector();
+  const auto kernel = arguments[PlainConvolutionPlace::kWeight].toTensor().sizes().slice(2);
   for (std::size_t i = 0; i < kernel.size() && !padding.empty(); ++i) {
     if (padding[std::min(i, padding.size() - 1)] > kernel[i] / 2) return false;
   }
