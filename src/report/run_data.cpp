@@ -4,6 +4,7 @@
 #include "src/report/metrics_file.h"
 #include "src/report/number_formats.h"
 #include "src/report/record_file.h"
+#include "src/report/run_json.h"
 #include "src/report/samples_file.h"
 
 #include <fmt/format.h>
@@ -86,8 +87,7 @@ RunInfo read_info(const fs::path& directory) {
   RunInfo info;
   info.directory = directory;
   for (int start = 1;; ++start) {
-    const fs::path path =
-        directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
+    const fs::path path = run_json_path(directory, start);
     const auto content = read_record(path);
     if (!content.has_value()) return info;
     const FilePlace place{path};

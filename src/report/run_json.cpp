@@ -43,11 +43,6 @@ std::string processor_name() {
   return {};
 }
 
-// Of the starts 1, 2, …
-std::filesystem::path path_of(const std::filesystem::path& directory, int start) {
-  return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
-}
-
 // As the launcher says: a number, or nothing.
 std::optional<int> local_world_size() {
   const std::string text = env::get(env::kLocalWorldSize).value_or("");
@@ -79,10 +74,14 @@ Json environment(std::int64_t rank, std::int64_t world_size) {
 
 }  // namespace
 
+std::filesystem::path run_json_path(const std::filesystem::path& directory, int start) {
+  return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
+}
+
 int starts_in(const std::filesystem::path& directory) {
   std::error_code ignored;
   int starts = 0;
-  while (std::filesystem::exists(path_of(directory, starts + 1), ignored)) ++starts;
+  while (std::filesystem::exists(run_json_path(directory, starts + 1), ignored)) ++starts;
   return starts;
 }
 
@@ -105,7 +104,7 @@ bool is_record_file(const std::filesystem::path& path) {
 std::string job_of_last_start(const std::filesystem::path& directory) {
   const int starts = starts_in(directory);
   if (starts == 0) return {};
-  std::ifstream file(path_of(directory, starts));
+  std::ifstream file(run_json_path(directory, starts));
   const Json json = Json::parse(file, nullptr, /*allow_exceptions=*/false);
   const Json::json_pointer job("/environment/job");
   return json.contains(job) && json[job].is_string() ? json[job].get<std::string>() : "";
@@ -113,7 +112,8 @@ std::string job_of_last_start(const std::filesystem::path& directory) {
 
 RunJson::RunJson(const std::filesystem::path& directory, const RunLogOptions& options,
                  std::int64_t rank, std::int64_t world_size)
-    : path_(path_of(directory, starts_in(directory) + 1)), content_(std::make_unique<Json>()) {
+    : path_(run_json_path(directory, starts_in(directory) + 1)),
+      content_(std::make_unique<Json>()) {
   Json& json = *content_;
   json["start_time"] = utc_now();
   json["end_time"] = nullptr;
