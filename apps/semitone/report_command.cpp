@@ -30,7 +30,7 @@ std::filesystem::path page_path(const ReportFlags& flags) {
                                     : std::filesystem::path(flags.html);
 }
 
-// The report is beside the files of the record, not in the place of one.
+// A report does not replace a file of the record.
 void require_no_record(const FlagOfFile& output) {
   if (!report::is_record_file(output.path)) return;
   throw UsageError(kReport, fmt::format("another file for {} than one of the record", output.flag),

@@ -65,7 +65,7 @@ void require_recordable(const TrainFlags& flags) {
   for (const amp::OptLevel level : levels) {
     const std::string directory = log_dir_of(flags.log_dir, level, levels.size() > 1);
     if (!report::has_values(directory) || may_continue(flags.options, directory)) continue;
-    throw FileError("cli.train", "a --log-dir without a run", "'" + directory + "', which has one",
+    throw FileError(kTrain, "a --log-dir without a run", "'" + directory + "', which has one",
                     "choose another directory, or continue the run with --resume");
   }
 }

@@ -3,9 +3,9 @@
 
     sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about three minutes
 
-It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, Operators, LateNames and Kills, in about a minute, where it
-may make network namespaces; the others, which wait for heartbeats or need torchrun (or TORCHRUN, its path) and mpirun, run by
-hand.
+It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, Operators, LateNames and Kills, in about a
+minute, where it may make network namespaces; the others, which wait for heartbeats or need torchrun (or TORCHRUN, its path)
+and mpirun, run by hand.
 """
 import json
 import os
