@@ -8,7 +8,7 @@ FORMATS = [{"name": name, "max_exponent": largest, "min_normal": normal, "min_su
 
 def histogram(first_exponent, counts, **other):
     return {"first_exponent": first_exponent, "counts": counts, "zeros": 0, "nans": 0, "infs": 0, "numel": sum(counts), "max_abs": 0.5,
-            "dtype": "Float", "step": 312, "samples": 3, **other}
+            "dtype": "Float", "step": 312, "loss_scale": None, "samples": 3, **other}
 
 
 def shares(of, shift):

@@ -150,6 +150,59 @@ class PageTest(unittest.TestCase):
         self.assertEqual(fates["overflows to inf"], "1.50 %")
         self.assertEqual(fates["full precision"], "22.5 %")
 
+    def test_shares_that_sum_to_one_leave_nothing(self):
+        report = page_reports.run()
+        report["parameters"][0]["shares"]["float16"] = {"zero": 0.9, "subnormal": 0.1, "overflow": 0}
+        report["parameters"][0]["weight"] = page_reports.histogram(-6, [1] * 6)
+        self.show(report)
+        self.assertEqual(self.fates()["full precision"], "0 %")
+        self.click(".segments button", 1)
+        self.assertEqual(self.fates()["full precision"], "100 %")
+
+    def test_gradients_with_several_scales_have_no_shares(self):
+        report = page_reports.run()
+        for one in report["parameters"]:
+            one["shares"] = None
+        self.show(report)
+        legend = " ".join(self.texts(".fates li"))
+        self.assertIn("– full precision", legend)
+        self.assertIn("several loss scales: try one of them", legend)
+        self.enter(".slider input", "16")
+        self.assertEqual(self.fates()["rounds to zero"], "25.0 %")
+
+    def test_the_scale_of_a_sample_moves_the_limits_without_recorded_changes(self):
+        report = {**page_reports.run(), "loss_scale": [], "skipped": []}
+        for one in report["parameters"]:
+            if one["gradient"]:
+                one["gradient"]["loss_scale"] = 65536.0
+        self.show(report)
+        self.assertIn("limits for loss scale 2¹⁶", "".join(self.texts(".histogram .tick")))
+
+    def test_a_single_loss_is_a_point_and_nan_is_a_gap(self):
+        loss = "document.querySelector('.timeline path.loss').getAttribute('d')"
+        self.show({**page_reports.run(), "loss": [[10, 2.5]]})
+        self.assertRegex(self.ask(loss), r"^M\S+ \S+h0$")
+        many = [[step, None if 1000 <= step < 2000 else 2 + step % 7] for step in range(3000)]
+        self.show({**page_reports.run(), "loss": many})
+        self.assertEqual(self.ask(f"{loss}.match(/M/g).length"), 2)
+
+    def test_labels_tell_steps_and_losses_apart(self):
+        report = page_reports.run()
+        report["run"]["steps"] = 3
+        report["loss"] = [[step, 2.3005 + step / 750] for step in range(4)]
+        report["loss_scale"], report["skipped"] = [], []
+        self.show(report)
+        ticks = self.texts(".timeline .tick")
+        self.assertEqual(len(ticks), len(set(ticks)))
+        self.assertEqual(ticks[-4:], ["0", "1", "2", "3"])
+        report = page_reports.run()
+        report["run"]["steps"] = 1300000
+        report["skipped"] = [{**report["skipped"][1], "step": step} for step in (1234567, 1234999)]
+        report["verdicts"][0]["steps"] = [1234567, 1234999]
+        self.show(report)
+        self.assertIn("Steps 1,234,567, 1,234,999", self.texts(".card")[0])
+        self.assertEqual(self.texts("#timeline tbody th"), ["1,234,999", "1,234,567"])
+
     def test_another_loss_scale_moves_the_limits(self):
         self.show(page_reports.run())
         before = self.ask("document.querySelector('.limit').getAttribute('d')")

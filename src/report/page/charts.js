@@ -88,20 +88,36 @@ function thinned(points, x) {
   return [...pixels.values()].flatMap(([low, high]) => low === high ? [low] : [low, high].sort((a, b) => a[0] - b[0]));
 }
 
+/** The points between those that are not finite, as lists. */
+function finiteStretches(points) {
+  const stretches = [[]];
+  points.forEach((point) => {
+    if (isNumber(point[1])) {
+      stretches.at(-1).push(point);
+    } else if (stretches.at(-1).length > 0) {
+      stretches.push([]);
+    }
+  });
+  return stretches.filter((stretch) => stretch.length > 0);
+}
+
+/** A line with a gap where values are not finite. The round end of a line without length is a point. */
 function line(points, x, y) {
-  const visible = points.length > 2000 ? thinned(points.filter((point) => isNumber(point[1])), x) : points;
-  let command = "M";
-  return visible
-    .map(([step, value]) => {
-      if (!isNumber(value)) {
-        command = "M";  // a gap
-        return "";
-      }
-      const part = `${command}${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
-      command = "L";
-      return part;
+  const visible = points.length > 2000 ? (stretch) => thinned(stretch, x) : (stretch) => stretch;
+  return finiteStretches(points)
+    .map((stretch) => {
+      const places = visible(stretch).map(([step, value]) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`);
+      return `M${places.join("L")}${places.length === 1 ? "h0" : ""}`;
     })
     .join("");
+}
+
+/** As many significant digits as tell the labels of an axis apart, at least three. */
+function digitsOf(values) {
+  const size = (value) => Math.floor(Math.log10(Math.abs(value)));
+  const largest = Math.max(...values.map(Math.abs));
+  const digits = values.length > 1 ? size(largest) - size(values[1] - values[0]) + 1 : 3;
+  return Math.min(15, Math.max(3, digits));
 }
 
 /** The loss as it is drawn: as log₁₀ if it covers more than two powers of ten. */
@@ -146,7 +162,8 @@ function lossPanel(report, domain, x, frame) {
   const y = axis(domain.loss.from, domain.loss.to, bottom, top);
   const values = domain.loss.logarithmic ? exponentTicks(domain.loss.from, domain.loss.to, 5) :
                                            ticks(domain.loss.from, domain.loss.to, 4);
-  const label = domain.loss.logarithmic ? (value) => number(10 ** value) : number;
+  const digits = digitsOf(values);
+  const label = (value) => domain.loss.logarithmic ? number(10 ** value) : number(value, digits);
   return [
     gridLines(values, y, left, right, label), text(left, top - 8, "Loss", {class: "panel"}),
     svg("path", {class: "loss", d: line(report.loss.map(([step, value]) => [step, domain.loss.of(value)]), x, y)})
@@ -185,11 +202,11 @@ function scaleInForce(report, step) {
   return skipped?.loss_scale ?? (lastPoint(report.loss_scale, step - 1) ?? report.loss_scale[0])?.[1] ?? null;
 }
 
-function stepText(report, step) {
+function readout(report, step) {
   const loss = lastPoint(report.loss, step);
   const lossScale = scaleInForce(report, step);
   return [
-    `step ${count(step)}`, loss && `loss ${number(loss[1])}`,
+    `step ${stepText(step)}`, loss && `loss ${number(loss[1], 5)}`,
     lossScale !== null && `loss scale ${scaleText(lossScale)}`,
     report.skipped.some((skipped) => skipped.step === step) && "skipped"
   ].filter(Boolean)
@@ -208,7 +225,7 @@ function cursor(report, x, domain, frame) {
       near.step :
       Math.min(report.run.steps, Math.max(0, Math.round(axis(frame.left, frame.right, 0, domain.last)(at))));
     mark.setAttribute("d", `M${x(step)} ${frame.top}V${frame.bottom}`);
-    words.textContent = stepText(report, step);
+    words.textContent = readout(report, step);
   };
   const leave = () => {
     mark.setAttribute("d", "");
@@ -241,6 +258,6 @@ function timeline(report, domain, width) {
   return canvas(label, width, bottom + 30, [
     skippedMarks(report, x, 24, bottom), loss && lossPanel(report, domain, x, loss),
     lossScale && scalePanel(report, domain, x, lossScale),
-    bottomLabels(ticks(0, domain.last, width / 110), x, bottom + 20, count), cursor(report, x, domain, frame)
+    bottomLabels(ticks(0, domain.last, Math.min(width / 110, domain.last)), x, bottom + 20, count), cursor(report, x, domain, frame)
   ]);
 }

@@ -8,6 +8,7 @@ const kFates = {
   zero: "rounds to zero",
   overflow: "overflows to inf"
 };
+const kRoundedShares = 1e-12;  // of shares in fp64; a tensor has fewer values
 const kKinds = {
   gradient: {title: "Gradients", of: "parameters", axis: "size of a gradient", shares: "shares", scaled: true},
   weight: {title: "Weights", of: "parameters", axis: "size of a weight", shares: null, scaled: false},
@@ -87,13 +88,17 @@ class Explorer {
   }
 
   trainedExponent() {
-    const last = this.runs[0].report.loss_scale.at(-1);
-    return last && last[1] > 0 ? Math.round(Math.log2(last[1])) : 0;
+    const {loss_scale: changes, parameters} = this.runs[0].report;
+    const last = changes.at(-1)?.[1] ?? parameters.find(({gradient}) => gradient)?.gradient.loss_scale;
+    return last > 0 ? Math.round(Math.log2(last)) : 0;
   }
 
   /** log₂ of the factor that values had in the training when a format held them: of the loss scale, for gradients. */
   trainedShift(report, histogram) {
-    const lossScale = kKinds[this.kind].scaled ? scaleInForce(report, histogram.step) : null;
+    if (!kKinds[this.kind].scaled) {
+      return 0;
+    }
+    const lossScale = histogram.loss_scale ?? scaleInForce(report, histogram.step);
     return lossScale > 0 ? Math.log2(lossScale) : 0;
   }
 
@@ -119,13 +124,26 @@ class Explorer {
     return this.all(this.kind, [run]);
   }
 
-  /** The exact shares of the report, or by exponent for another loss scale and for tensors without shares. */
+  /**
+   * The exact shares of the report, or by exponent for another loss scale and for tensors without shares. None for a
+   * gradient of a training with several loss scales: which one it had is not recorded.
+   */
   shares({owner, histogram, report}) {
-    const exact = kKinds[this.kind].shares ? owner[kKinds[this.kind].shares]?.[this.format.name] : null;
-    if (exact && (this.exponent === null || !kKinds[this.kind].scaled)) {
-      return {...exact, normal: histogram.counts.length > 0 ? 1 - exact.zero - exact.subnormal - exact.overflow : 0};
+    const {shares, scaled} = kKinds[this.kind];
+    if (!shares || (scaled && this.exponent !== null)) {
+      return fates(histogram, this.format, this.shift(report, histogram));
     }
-    return fates(histogram, this.format, this.shift(report, histogram));
+    const exact = owner[shares]?.[this.format.name];
+    if (!exact) {
+      return {};
+    }
+    const rest = 1 - exact.zero - exact.subnormal - exact.overflow;
+    return {...exact, normal: histogram.counts.length > 0 && rest > kRoundedShares ? rest : 0};
+  }
+
+  lost(entry) {
+    const {zero, overflow} = this.shares(entry);
+    return isNumber(zero) ? zero + overflow : null;
   }
 
   view(entries) {
@@ -173,7 +191,8 @@ class Explorer {
     return [
       ...Object.entries(kFates).map(([key, words]) => item(key, percent(shares[key]), words)),
       item(null, percent(numel > 0 ? zeros / numel : null), "exact zeros"),
-      nans + infs > 0 ? item("zero", count(nans + infs), "inf or NaN") : null
+      nans + infs > 0 ? item("zero", count(nans + infs), "inf or NaN") : null,
+      isNumber(shares.normal) ? null : item(null, kNone, "several loss scales: try one of them")
     ].filter(Boolean);
   }
 
@@ -229,8 +248,8 @@ class Explorer {
   /** Shows this tensor, or, if there is none of this name, the one of which the format loses most. */
   choose(name) {
     const entries = this.all();
-    const bad = (entry) => this.shares(entry).zero + this.shares(entry).overflow;
-    const worst = entries.reduce((found, entry) => !found || bad(entry) > bad(found) ? entry : found, null);
+    const worst =
+      entries.reduce((found, entry) => !found || this.lost(entry) > this.lost(found) ? entry : found, null);
     this.name = entries.some((entry) => entry.name === name) ? name : worst?.name ?? null;
     this.refresh();
   }
@@ -259,9 +278,8 @@ class Explorer {
 
   refresh() {
     const visible = this.all().filter(({name}) => name.toLowerCase().includes(this.filter));
-    this.list.replaceChildren(...visible.map((entry) => {
-      const lost = this.shares(entry).zero + this.shares(entry).overflow;
-      return el(
+    this.list.replaceChildren(...visible.map(
+      (entry) => el(
         "li", {},
         el(
           "button", {
@@ -270,8 +288,7 @@ class Explorer {
             "aria-pressed": String(entry.name === this.name),
             click: () => this.choose(entry.name)
           },
-          el("span", {}, shorten(entry.name, 31)), el("span", {class: "muted"}, percent(lost))));
-    }));
+          el("span", {}, shorten(entry.name, 31)), el("span", {class: "muted"}, percent(this.lost(entry)))))));
     this.title.textContent = this.name ?? "No tensor was recorded";
     this.histograms.forEach((one) => one.redraw());
     this.heats.forEach((one) => one.redraw());

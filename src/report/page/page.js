@@ -18,7 +18,7 @@ function skippedTable(report) {
   const after = ({step, loss_scale: before}) =>
     report.loss_scale.find(([at, value]) => at === step && value !== before)?.[1];
   const columns = [
-    {title: "Skipped step", value: (row) => row.step, cell: (row) => count(row.step)},
+    {title: "Skipped step", value: (row) => row.step, cell: (row) => stepText(row.step)},
     {title: "Why", text: true, style: "sentence", value: (row) => row.parameter, cell: whySkipped},
     {title: "Loss scale", value: (row) => row.loss_scale, cell: (row) => scaleText(row.loss_scale)},
     {title: "Changed to", value: after, cell: (row) => scaleText(after(row))}

@@ -37,17 +37,22 @@ function powerOfTwo(exponent) {
   return "2" + superscript(exponent);
 }
 
-/** Three significant digits: "0.0123", "12,300", "1.23 × 10⁻⁷". */
-function number(value) {
+/** Significant digits, by default three: "0.0123", "12,300", "1.23 × 10⁻⁷". */
+function number(value, digits = 3) {
   if (!isNumber(value)) {
     return kNone;
   }
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
-    const [digits, exponent] = value.toExponential(2).split("e");
-    return `${digits}${kSpace}×${kSpace}10${superscript(Number(exponent))}`;
+    const [significand, exponent] = value.toExponential(digits - 1).split("e");
+    return `${significand}${kSpace}×${kSpace}10${superscript(Number(exponent))}`;
   }
-  return Number(value.toPrecision(3)).toLocaleString("en-US", {maximumSignificantDigits: 3});
+  return Number(value.toPrecision(digits)).toLocaleString("en-US", {maximumSignificantDigits: digits});
+}
+
+/** The number of a step: all of its digits, so that it can be looked up. */
+function stepText(step) {
+  return isNumber(step) ? step.toLocaleString("en-US") : kNone;
 }
 
 /** A whole number: all digits up to a million, then "1.23 M". */

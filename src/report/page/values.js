@@ -16,12 +16,12 @@ function fate(exponent, format) {
 
 /** The shares of a histogram's values that meet each fate, after a multiplication by 2^shift. */
 function fates(histogram, format, shift) {
-  const shares = {zero: 0, subnormal: 0, normal: 0, overflow: 0};
+  const counts = {zero: 0, subnormal: 0, normal: 0, overflow: 0};
   const total = histogram.counts.reduce((sum, value) => sum + value, 0);
   histogram.counts.forEach((value, index) => {
-    shares[fate(Math.floor(histogram.first_exponent + index + shift), format)] += value / (total || 1);
+    counts[fate(Math.floor(histogram.first_exponent + index + shift), format)] += value;
   });
-  return shares;
+  return Object.fromEntries(Object.entries(counts).map(([key, value]) => [key, value / (total || 1)]));
 }
 
 /** Exponents that all of these histograms and the limits of `format` need, as [first, behind the last]. */

@@ -85,7 +85,7 @@ function card(verdict, opener) {
     verdict.remedy && el("p", {class: "remedy"}, el("b", {}, "What to change: "), verdict.remedy),
     verdict.where.length > 0 ? el("p", {class: "places"}, verdict.where.slice(0, 3).map(chip), more) : null,
     verdict.steps.length > 0 ?
-      el("p", {class: "steps"}, `Step${verdict.steps.length > 1 ? "s" : ""} ${verdict.steps.map(count).join(", ")}`) :
+      el("p", {class: "steps"}, `Step${verdict.steps.length > 1 ? "s" : ""} ${verdict.steps.map(stepText).join(", ")}`) :
       null);
 }
 
