@@ -6,7 +6,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <functional>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -68,14 +71,29 @@ Metric parse_metric(std::string_view line, const FilePlace& place) {
   return metric;
 }
 
-// Whether the training went back behind this step after the line was written. Times in metrics.csv
-// are in milliseconds.
-bool is_void(const Metric& metric, const std::vector<Restart>& restarts) {
+// Whether a line was written before a restart. Old records tell it by the time only, which a clock
+// that is set makes wrong; times in metrics.csv are in milliseconds.
+bool is_before(const Metric& metric, std::int64_t offset, const Restart& restart) {
   constexpr double kMilliseconds = 1e3;
+  if (restart.metrics_bytes.has_value()) return offset < *restart.metrics_bytes;
+  return metric.wall_time * kMilliseconds < std::round(restart.wall_time * kMilliseconds) - 0.5;
+}
+
+// Whether the training went back behind this step after the line was written.
+bool is_void(const Metric& metric, std::int64_t offset, const std::vector<Restart>& restarts) {
   return std::any_of(restarts.begin(), restarts.end(), [&](const Restart& restart) {
-    return metric.step >= restart.step &&
-           metric.wall_time * kMilliseconds < std::round(restart.wall_time * kMilliseconds) - 0.5;
+    return metric.step >= restart.step && is_before(metric, offset, restart);
   });
+}
+
+// The metrics that a report shows. The first name is the one that `semitone train` and the examples
+// give the loss.
+constexpr auto kLossNames = std::to_array<std::string_view>({"train/loss", "loss"});
+constexpr std::string_view kScaleName = "amp/loss_scale";
+
+bool is_shown(std::string_view name) {
+  return name == kScaleName ||
+         std::find(kLossNames.begin(), kLossNames.end(), name) != kLossNames.end();
 }
 
 // Adds where a scale differs from the one before.
@@ -93,7 +111,7 @@ void read_metrics(const std::filesystem::path& path, const std::vector<Restart>&
                   RunData& run) {
   const auto content = read_record(path);
   if (!content.has_value()) return;
-  std::map<std::string, std::map<std::int64_t, double>> values;
+  std::map<std::string, std::map<std::int64_t, double>, std::less<>> values;
   bool is_first = true;
   for_each_line(path, *content, [&](std::string_view line, const FilePlace& place) {
     if (std::exchange(is_first, false)) {
@@ -102,13 +120,16 @@ void read_metrics(const std::filesystem::path& path, const std::vector<Restart>&
       return;
     }
     const Metric metric = parse_metric(line, place);
-    if (is_void(metric, restarts)) return;
+    if (is_void(metric, line.data() - content->data(), restarts)) return;
     run.see(metric.step);
-    values[metric.name].insert_or_assign(metric.step, metric.value);
+    if (is_shown(metric.name)) values[metric.name].insert_or_assign(metric.step, metric.value);
   });
-  // The name that `semitone train` and the examples give it, or else the plain one.
-  run.losses = values.contains("train/loss") ? values["train/loss"] : values["loss"];
-  if (run.scale_changes.empty()) add_scales(values["amp/loss_scale"], run);
+  for (const std::string_view name : kLossNames) {
+    if (const auto found = values.find(name); found != values.end() && run.losses.empty())
+      run.losses = found->second;
+  }
+  const auto scales = values.find(kScaleName);
+  if (run.scale_changes.empty() && scales != values.end()) add_scales(scales->second, run);
 }
 
 }  // namespace semitone::report

@@ -114,10 +114,13 @@ Json values_json(const std::optional<ValueCounts>& values) {
           {"max_abs", values->max_abs},
           {"dtype", values->dtype},
           {"step", values->step},
+          {"loss_scale", number_or_null(values->loss_scale)},
           {"samples", values->samples}};
 }
 
-Json shares_json(const AllFormatCounts& counts) {
+// null if there are values that were not counted.
+Json shares_json(const AllFormatCounts& counts, const std::optional<ValueCounts>& values) {
+  if (values.has_value() && values->non_zero() > 0 && counts.front().total == 0) return {};
   auto shares = Json::object();
   for (std::size_t i = 0; i < counts.size(); ++i) {
     shares[std::string(kNumberFormats[i].name)] = {{"zero", counts[i].zero_share()},
@@ -143,7 +146,7 @@ Json parameters_json(const Summary& summary) {
                     {"numel", parameter.info.numel()},
                     {"weight", values_json(parameter.weight)},
                     {"gradient", values_json(parameter.gradient)},
-                    {"shares", shares_json(parameter.scaled_gradient)},
+                    {"shares", shares_json(parameter.scaled_gradient, parameter.gradient)},
                     {"update_ratio", number_or_null(parameter.update_ratio)},
                     {"lost", lost_json(parameter)},
                     {"updates", parameter.changed}});
@@ -159,8 +162,9 @@ Json layers_json(const Summary& summary) {
          {"layer_type", layer.layer_type},
          {"output", values_json(layer.output)},
          {"output_gradient", values_json(layer.output_gradient)},
-         {"shares", shares_json(layer.scaled_gradient)},
-         {"output_shares", shares_json(counts_in_all(layer.output.value_or(ValueCounts()), 0))}});
+         {"shares", shares_json(layer.scaled_gradient, layer.output_gradient)},
+         {"output_shares",
+          shares_json(counts_in_all(layer.output.value_or(ValueCounts()), 0), layer.output)}});
   }
   return list;
 }

@@ -124,9 +124,17 @@ void append_skips(std::string& text, const RunData& run) {
 void append_gradients(std::string& text, const ReportedRun& reported) {
   const std::size_t format = reported.run.info.dtype == "bfloat16" ? kBFloat16 : kFloat16;
   std::vector<const ParameterSummary*> rows;
+  bool leaves_out = false;
   for (const ParameterSummary& parameter : reported.summary.parameters) {
-    if (parameter.gradient.has_value()) rows.push_back(&parameter);
+    if (!parameter.gradient.has_value()) continue;
+    const bool is_counted =
+        parameter.scaled_gradient[format].total > 0 || parameter.gradient->non_zero() == 0;
+    if (is_counted) rows.push_back(&parameter);
+    leaves_out = leaves_out || !is_counted;
   }
+  if (leaves_out)
+    text +=
+        "\ngradients with several loss scales are left out: which one they had is not recorded\n";
   if (rows.empty()) return;
   const auto lost = [&](const ParameterSummary* row) {
     const FormatCounts& counts = row->scaled_gradient[format];

@@ -125,10 +125,12 @@ std::string dtype_of_operators(const RunData& run) {
       all += op.seconds;
     }
   }
-  const bool has_float32 = seconds.contains("float32");
+  const char* const wide = seconds.contains("float32")   ? "float32"
+                           : seconds.contains("float64") ? "float64"
+                                                         : "";
   const char* const narrow = seconds["bfloat16"] > seconds["float16"] ? "bfloat16" : "float16";
   if (all > 0 && seconds[narrow] >= kLeastShare * all) return narrow;
-  return has_float32 ? "float32" : "";
+  return wide;
 }
 
 bool computes_in_float8(const RunData& run) {
@@ -155,6 +157,13 @@ std::int64_t RunParameter::numel() const {
 
 int RunSample::scale_exponent() const {
   return exponent_of_scale(loss_scale.value_or(1));
+}
+
+std::optional<double> RunData::last_scale(std::int64_t loss_id) const {
+  const auto last =
+      std::find_if(scale_changes.rbegin(), scale_changes.rend(),
+                   [&](const auto& change) { return change.second.loss_id == loss_id; });
+  return last == scale_changes.rend() ? std::nullopt : std::optional(last->second.after);
 }
 
 void RunData::see(std::int64_t step) {

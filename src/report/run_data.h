@@ -146,6 +146,9 @@ struct RunData {
   std::optional<std::int64_t> first_step;
   std::int64_t last_step = 0;
 
+  // The last scale of a loss.
+  std::optional<double> last_scale(std::int64_t loss_id) const;
+
   void see(std::int64_t step);
   // Number of steps from the first to the last; 0 if there is none.
   std::int64_t steps() const;

@@ -158,7 +158,8 @@ void RunFiles::add_sample(const Moment& when, std::string_view kind, const Json&
 
 void RunFiles::add_restart(const Moment& when) {
   events_.add(restart_record(when));
-  add_sample(when, "restart", Json::object());
+  add_sample(when, "restart",
+             {{"metrics_bytes", metrics_.size() + static_cast<std::int64_t>(metrics_.waiting())}});
   if (!config_.empty()) events_.add(text_record(when, "config", config_));
 }
 

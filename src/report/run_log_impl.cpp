@@ -201,11 +201,14 @@ void RunLog::Impl::on(const events::LossScaleUpdated& event) {
   if (!is_new && event.after == event.before) return;
   const std::string name =
       number == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", number);
-  record_event([name, number = number, event](RunFiles& files, const Moment& when) {
+  // A scale that was loaded from a checkpoint has had no other value in this training: that of its
+  // constructor was in force in no step.
+  const double before = is_new && !event.found_inf ? event.after : event.before;
+  record_event([name, before, number = number, event](RunFiles& files, const Moment& when) {
     files.add_scalar(when, name, event.after);
     files.add_sample(when, "loss_scale",
                      {{"loss_id", number},
-                      {"before", event.before},
+                      {"before", before},
                       {"after", event.after},
                       {"found_inf", event.found_inf}});
   });

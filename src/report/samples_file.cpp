@@ -59,11 +59,12 @@ void read_counts(const RecordFields& line, ValueCounts& values) {
   }
 }
 
-RunTensor read_tensor(const RecordFields& line, std::int64_t step) {
+RunTensor read_tensor(const RecordFields& line, const RunSample& sample) {
   RunTensor tensor{line.text("what"), line.text("name"), {}};
   ValueCounts& values = tensor.values;
   values.dtype = python_dtype(line.text("dtype"));
-  values.step = step;
+  values.step = sample.step;
+  values.loss_scale = sample.loss_scale;
   values.samples = 1;
   values.numel = line.count("numel");
   values.zeros = line.count("zeros");
@@ -99,7 +100,7 @@ RunSample read_sample(const RecordFields& line, std::int64_t step) {
   sample.phases = read_amounts(line, "phases");
   sample.memory = read_amounts(line, "memory");
   line.for_each("tensors", [&](const RecordFields& tensor) {
-    sample.tensors.push_back(read_tensor(tensor, step));
+    sample.tensors.push_back(read_tensor(tensor, sample));
   });
   line.for_each("updates",
                 [&](const RecordFields& update) { sample.updates.push_back(read_update(update)); });
@@ -134,6 +135,16 @@ void drop_from(std::int64_t step, RunData& run) {
   run.scale_changes.erase(run.scale_changes.lower_bound(first_change), run.scale_changes.end());
 }
 
+// A line `loss_scale`. After a resume, `before` is the constructor's scale, which was in force in no
+// step: it is a change only if a step has lowered it.
+ScaleChange read_scale(const RecordFields& line, const RunData& run) {
+  ScaleChange change{line.count("loss_id"), line.number("before"), line.amount("after")};
+  const auto last = run.last_scale(change.loss_id);
+  if (last.has_value() && change.before != last && !line.flag("found_inf"))
+    change.before = change.after;
+  return change;
+}
+
 // What lines tell of the lines after them.
 struct ReadState {
   std::vector<Restart> restarts;
@@ -155,12 +166,13 @@ void read_line(const RecordFields& line, RunData& run, ReadState& state) {
                                  SkippedStep{step, line.text("parameter"), line.count("non_finite"),
                                              line.count("consecutive"), line.amount("loss_scale")});
   } else if (kind == "loss_scale") {
-    const std::int64_t loss_id = line.count("loss_id");
-    run.scale_changes.insert_or_assign(
-        {step, loss_id}, ScaleChange{loss_id, line.number("before"), line.amount("after")});
+    const ScaleChange change = read_scale(line, run);
+    run.scale_changes.insert_or_assign({step, change.loss_id}, change);
   } else if (kind == "restart") {
     drop_from(step, run);
-    state.restarts.push_back({step, line.amount("wall_time")});
+    Restart restart{step, line.amount("wall_time"), {}};
+    if (line.find("metrics_bytes") != nullptr) restart.metrics_bytes = line.count("metrics_bytes");
+    state.restarts.push_back(restart);
   }  // a later release may write other kinds
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <vector>
 
 namespace semitone::report {
@@ -12,6 +13,7 @@ namespace semitone::report {
 struct Restart {
   std::int64_t step = 0;
   double wall_time = 0;
+  std::optional<std::int64_t> metrics_bytes;  // the size of metrics.csv then; none in old records
 };
 
 // Adds the content of samples.jsonl; nothing if there is no such file.

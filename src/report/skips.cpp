@@ -48,16 +48,19 @@ std::int64_t loss_of(const SkippedStep& skip, const std::map<std::int64_t, Scale
   return scales.empty() ? 0 : scales.begin()->first;
 }
 
-// The last growth before a step, and not before another one.
+// The last growth before a step, and not before another one. A scale that begins anew is in force in
+// the step of its line already, one that grows after it.
 std::optional<ScaleGrowth> last_growth(const Scale& scale, std::int64_t after,
                                        std::int64_t before) {
   std::optional<ScaleGrowth> growth;
   std::optional<double> previous;
   for (const auto& [step, change] : scale) {
-    if (step >= before) break;
+    if (step > before) break;
     const double begin = change.before.value_or(change.after);
     const bool began_anew = previous.has_value() && begin > *previous;
-    if (step >= after && (began_anew || begin < change.after)) growth = {step, began_anew};
+    const bool has_grown = step < before && begin < change.after;
+    if (step >= after && (began_anew || has_grown))
+      growth = {step, began_anew, began_anew ? *previous : begin};
     previous = change.after;
   }
   return growth;
@@ -79,14 +82,24 @@ bool falls_from(const Scale& scale, const SkippedStep& skip) {
 
 // What the skips so far tell of a loss's scale.
 struct Search {
-  std::int64_t from = 0;  // the step of the last skip
-  bool has_grown = false;
+  std::int64_t from = 0;              // the step of the last skip
+  std::optional<ScaleGrowth> growth;  // the last one
 };
+
+// The growth that a skip tried. The scale may stay for some skips (hysteresis), and one that began
+// anew may fall several times: until it is where it was before.
+std::optional<ScaleGrowth> growth_of(const SkippedStep& skip, const Scale& scale,
+                                     const Search& search) {
+  if (const auto growth = last_growth(scale, search.from, skip.step)) return growth;
+  const bool is_above = search.growth.has_value() && skip.loss_scale > search.growth->from;
+  return is_above && falls_from(scale, skip) ? search.growth : std::nullopt;
+}
 
 SkipKind kind_of(const ExplainedSkip& skip, const Scale& scale, const Search& search,
                  std::int64_t first_step) {
   if (skip.growth.has_value()) return SkipKind::after_growth;
-  const bool is_at_start = !search.has_grown && skip.skip.step - first_step < kStartUpSteps;
+  const bool is_at_start =
+      !search.growth.has_value() && skip.skip.step - first_step < kStartUpSteps;
   return is_at_start && falls_from(scale, skip.skip) ? SkipKind::start_up : SkipKind::unexpected;
 }
 
@@ -140,11 +153,11 @@ std::vector<ExplainedSkip> explain_skips(const RunData& run) {
     explained.skip = skip;
     explained.loss_id = loss_of(skip, scales);
     const Scale& scale = scales[explained.loss_id];
-    Search& search = searches.try_emplace(explained.loss_id, Search{first}).first->second;
+    Search& search = searches.try_emplace(explained.loss_id, Search{first, {}}).first->second;
     explained.scale_after = lowered_to(scale, skip);
-    explained.growth = last_growth(scale, search.from, step);
+    explained.growth = growth_of(skip, scale, search);
     explained.kind = kind_of(explained, scale, search, first);
-    search.has_grown = search.has_grown || explained.growth.has_value();
+    if (explained.growth.has_value()) search.growth = explained.growth;
     search.from = step;
     skips.push_back(std::move(explained));
   }

@@ -17,7 +17,7 @@ inline constexpr std::size_t kMostSteps = 10;  // that a verdict lists
 // that cost a step and nothing else.
 enum class SkipKind : std::uint8_t {
   start_up,      // the scale had not grown yet and fell then, and the run had just begun
-  after_growth,  // the scale had grown since the skipped step before
+  after_growth,  // the scale had grown, and had not yet fallen to what it was before that
   unexpected,    // the gradients became larger, or are not finite at any scale
 };
 
@@ -25,6 +25,7 @@ enum class SkipKind : std::uint8_t {
 struct ScaleGrowth {
   std::int64_t step = 0;
   bool began_anew = false;  // with another start of the program
+  double from = 0;          // the scale before
 };
 
 struct ExplainedSkip {
@@ -32,7 +33,7 @@ struct ExplainedSkip {
   std::int64_t loss_id = 0;  // the loss whose scale was in force
   SkipKind kind = SkipKind::unexpected;
   std::optional<double> scale_after;  // if the step lowered it
-  std::optional<ScaleGrowth> growth;  // the last one since the skip before
+  std::optional<ScaleGrowth> growth;  // the last one, if the skip is after_growth
 
   // "the gradient of 'fc.weight' was not finite at loss scale 65536; the scale fell to 32768".
   std::string cause() const;

@@ -19,6 +19,7 @@ int ValueCounts::last_exponent() const {
 void ValueCounts::add(const ValueCounts& later) {
   dtype = later.dtype;
   step = later.step;
+  loss_scale = later.loss_scale;
   samples += later.samples;
   numel += later.numel;
   zeros += later.zeros;

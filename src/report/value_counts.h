@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,9 +9,10 @@ namespace semitone::report {
 
 // Counts of a tensor's values by their binary exponent, or of several tensors together.
 struct ValueCounts {
-  std::string dtype;         // of the last tensor, Python's name: "float16"
-  std::int64_t step = 0;     // of the last tensor
-  std::int64_t samples = 0;  // number of tensors
+  std::string dtype;                 // of the last tensor, Python's name: "float16"
+  std::int64_t step = 0;             // of the last tensor
+  std::optional<double> loss_scale;  // in force in that step
+  std::int64_t samples = 0;          // number of tensors
   std::int64_t numel = 0;
   std::int64_t zeros = 0;
   std::int64_t nans = 0;

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <string>
 
 namespace semitone::report {
 namespace {
@@ -45,12 +47,23 @@ std::optional<std::pair<int, int>> float16_scales(const ValueCounts& gradients) 
   return std::pair{smallest, largest};
 }
 
-std::string float16_words(const ValueCounts& gradients) {
+// What float16 needs to hold the gradients, and what to do.
+struct Float16Advice {
+  std::string title;
+  std::string remedy;
+};
+
+Float16Advice advise_on_float16(const ValueCounts& gradients) {
   const auto scales = float16_scales(gradients);
   if (!scales.has_value())
-    return "float16 does not hold them at any loss scale: they span too many powers of two";
-  if (scales->first <= 0 && scales->second >= 0) return "float16 holds them without a loss scale";
-  return fmt::format("float16 needs a loss scale from 2^{} to 2^{}", scales->first, scales->second);
+    return {"float16 does not hold them at any loss scale: they span too many powers of two",
+            "take bfloat16"};
+  if (scales->first <= 0 && scales->second >= 0)
+    return {"float16 holds them without a loss scale",
+            "use a dynamic loss scale all the same: gradients become smaller later"};
+  return {
+      fmt::format("float16 needs a loss scale from 2^{} to 2^{}", scales->first, scales->second),
+      "take bfloat16, or float16 with a dynamic loss scale"};
 }
 
 // The share of values that round to zero if the largest one of each tensor is the format's largest.
@@ -75,6 +88,18 @@ class ScaledToFit {
   FormatCounts all_;
   Ranked losing_;
 };
+
+// A parameter may lose both in its weight and in its gradient: it is named once.
+Ranked worst_of_each(const Ranked& forward, const Ranked& backward) {
+  std::map<std::string, double> worst;
+  for (const Ranked* const losing : {&forward, &backward}) {
+    for (const auto& [share, name] : *losing) worst[name] = std::max(worst[name], share);
+  }
+  Ranked ranked;
+  ranked.reserve(worst.size());
+  for (const auto& [name, share] : worst) ranked.emplace_back(share, name);
+  return ranked;
+}
 
 bool has_products(const RunParameter& parameter) {
   const std::string& type = parameter.layer_type;
@@ -129,15 +154,14 @@ std::optional<Verdict> judge_formats(const Evidence& evidence) {
   // Of a 16-bit run that needs its scale, the other verdicts say all.
   if (evidence.format != nullptr && !(is_scaled && needs_no_scale)) return std::nullopt;
   std::optional<Verdict> verdict = share_verdict(Severity::advice, "formats", lost);
+  const Float16Advice advice = advise_on_float16(gradients);
   verdict->title = fmt::format("Gradients lie between 2^{} and 2^{}: {}", gradients.first_exponent,
-                               gradients.last_exponent() + 1, float16_words(gradients));
+                               gradients.last_exponent() + 1, advice.title);
   verdict->detail = fmt::format(
       "Without a loss scale, {} of the gradients' values would round to zero in float16, and {} in "
       "bfloat16.",
       percent(lost), percent(counts_in(kNumberFormats[kBFloat16], gradients, 0).zero_share()));
-  verdict->remedy = needs_no_scale
-                        ? "use a dynamic loss scale all the same: gradients become smaller later"
-                        : "take bfloat16, or float16 with a dynamic loss scale";
+  verdict->remedy = advice.remedy;
   return verdict;
 }
 
@@ -161,9 +185,7 @@ std::optional<Verdict> judge_float8(const Evidence& evidence) {
   const bool fits = forward.share() <= kFloat8Loss && backward.share() <= kFloat8Loss;
   std::optional<Verdict> verdict =
       share_verdict(Severity::advice, "float8", std::max(forward.share(), backward.share()));
-  Ranked losing = forward.losing();
-  losing.insert(losing.end(), backward.losing().begin(), backward.losing().end());
-  verdict->where = worst_first(losing);
+  verdict->where = worst_first(worst_of_each(forward.losing(), backward.losing()));
   verdict->title = fmt::format(
       "The values {} float8's range: with a scale for each tensor, {} of weights and outputs "
       "(e4m3fn) and {} of gradients (e5m2) round to zero",

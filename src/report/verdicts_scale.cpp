@@ -20,19 +20,10 @@ constexpr std::int64_t kStuckRow = 3;
 constexpr std::int64_t kManyFirstSkips = 5;
 constexpr int kManyGrowths = 2;
 
-// The last scale of a loss.
-std::optional<double> last_scale(const RunData& run, std::int64_t loss_id) {
-  std::optional<double> scale;
-  for (const auto& [key, change] : run.scale_changes) {
-    if (change.loss_id == loss_id) scale = change.after;
-  }
-  return scale;
-}
-
 // Whether the run ends with skips that leave the scale as it is.
 bool is_stuck(const ExplainedSkip& last, const RunData& run) {
   return last.skip.step == run.last_step && last.skip.consecutive >= kStuckRow &&
-         last.skip.loss_scale == last_scale(run, last.loss_id) && !last.scale_after.has_value();
+         last.skip.loss_scale == run.last_scale(last.loss_id) && !last.scale_after.has_value();
 }
 
 }  // namespace
@@ -66,7 +57,7 @@ std::optional<Verdict> judge_low_scale(const Evidence& evidence) {
   const auto skips = explain_skips(evidence.run);
   if (skips.empty()) return std::nullopt;
   const ExplainedSkip& last = skips.back();
-  const auto scale = last_scale(evidence.run, last.loss_id);
+  const auto scale = evidence.run.last_scale(last.loss_id);
   const bool stuck = is_stuck(last, evidence.run);
   if (!scale.has_value() || (*scale >= 1 && !stuck)) return std::nullopt;
   std::optional<Verdict> verdict = number_verdict(Severity::problem, "low_scale", *scale, "");
@@ -98,7 +89,7 @@ std::optional<Verdict> judge_growing_scale(const Evidence& evidence) {
     has_fallen = has_fallen || change.after < *change.before;
   }
   if (growths < kManyGrowths || has_fallen) return std::nullopt;
-  const double scale = last_scale(evidence.run, 0).value_or(1);
+  const double scale = evidence.run.last_scale(0).value_or(1);
   std::optional<Verdict> verdict = number_verdict(Severity::advice, "growing_scale", scale, "");
   verdict->title = fmt::format("The loss scale only grew: {} times, to {:.8g}", growths, scale);
   verdict->detail =

@@ -29,6 +29,11 @@ bool divides_by_root(std::string_view optimizer) {
   return contains("Adam") || contains("LAMB") || contains("RMSprop");
 }
 
+// Semitone's optimizers compute in fp32, whatever dtype their parameters have.
+bool computes_in_fp32(std::string_view optimizer) {
+  return optimizer.starts_with("Fused");
+}
+
 double share_below(const ValueCounts& values, double limit) {
   const auto all = values.non_zero();
   if (all == 0) return 0;
@@ -94,7 +99,7 @@ std::optional<Verdict> judge_threads(const Evidence& evidence) {
   if (info.cores < 1 || info.threads < 1 || !knows_processes) return std::nullopt;
   const std::int64_t processes = processes_on_cores(info);
   const double available = available_cores(info);
-  const auto threads = static_cast<double>(info.threads * processes);
+  const auto threads = static_cast<double>(info.threads) * static_cast<double>(processes);
   const bool has_too_many = threads > available;
   // A second thread of a core adds little. On a GPU, a single thread is enough for what is left to the
   // CPU.
@@ -123,8 +128,8 @@ std::optional<Verdict> judge_eps(const Evidence& evidence) {
   const NumberFormat& float16 = kNumberFormats[kFloat16];
   for (const RunOptimizerGroup& group : evidence.run.optimizer_groups) {
     const double eps = group.eps.value_or(1);
-    if (!divides_by_root(group.optimizer) || group.dtype != float16.name ||
-        eps > std::ldexp(1.0, float16.min_subnormal - 1))
+    if (!divides_by_root(group.optimizer) || computes_in_fp32(group.optimizer) ||
+        group.dtype != float16.name || eps > std::ldexp(1.0, float16.min_subnormal - 1))
       continue;
     std::optional<Verdict> verdict = number_verdict(Severity::problem, "eps", eps, "");
     verdict->title = fmt::format("{}'s eps of {:.3g} is zero in float16", group.optimizer, eps);

@@ -97,7 +97,7 @@ std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const
   verdict->detail = detail_of(skips);
   if (is_hopeless(skips, run))
     verdict->detail +=
-        fmt::format(" It was the {}th in a row: no scale helps.", skips.back().skip.consecutive);
+        fmt::format(" {} were skipped in a row: no scale helps.", skips.back().skip.consecutive);
   verdict->remedy = remedy_for_many(skips);
   return verdict;
 }
@@ -105,15 +105,16 @@ std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const
 std::optional<Verdict> unexpected_skips(const std::vector<ExplainedSkip>& skips,
                                         const std::vector<ExplainedSkip>& unexpected,
                                         const RunData& run) {
-  const auto number = static_cast<std::int64_t>(skips.size());
+  const auto number = static_cast<std::int64_t>(unexpected.size());
   std::optional<Verdict> verdict =
       share_verdict(Severity::warning, "skipped_steps", share_of_steps(number, run));
   verdict->where = parameters_of(unexpected);
   verdict->steps = steps_of(unexpected);
   verdict->title = how_many(unexpected, run) + " although the loss scale had not grown";
   verdict->detail = detail_of(unexpected);
-  if (skips.size() > unexpected.size())
-    verdict->detail += fmt::format(" {} more are normal.", skips.size() - unexpected.size());
+  const auto normal = skips.size() - unexpected.size();
+  if (normal > 0)
+    verdict->detail += fmt::format(" {} more {} normal.", normal, normal == 1 ? "is" : "are");
   verdict->remedy = fmt::format(
       "look at the batch of step {} and at the learning rate there; clipping gradients "
       "(optim::clip_grad_norm_) or a longer warm-up avoids such peaks",

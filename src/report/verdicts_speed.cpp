@@ -53,6 +53,7 @@ bool is_cast(const RunOperator& op) {
 bool is_product(const RunOperator& op) {
   const std::string_view name = base_name(op.name);
   const auto contains = [&](std::string_view part) { return name.find(part) != name.npos; };
+  if (contains("upsample") || contains("convert")) return false;  // upsample_bilinear2d
   return contains("conv") || contains("linear") || contains("matmul") || contains("attention") ||
          contains("lstm") || contains("gru") || name.ends_with("mm") || name.ends_with("mm_") ||
          name == "mv" || name == "addmv" || name == "dot" || name == "einsum";

@@ -190,6 +190,45 @@ TEST(PrecisionReport, TheLaterTrainingOfAStepCounts) {
   EXPECT_EQ(json.at("run").at("steps"), 5);
 }
 
+// The clock may be set, or be another machine's: the files' order decides.
+TEST(PrecisionReport, TheLaterTrainingOfAStepCountsWhateverTheClockSays) {
+  MadeUpRun run;
+  const std::string first = "50,5000.000,train/loss,5\n70,5000.000,train/loss,7\n";
+  run.add_metrics_text(first);
+  Json line = restart(51, 1000);
+  line["metrics_bytes"] = ("step,wall_time,name,value\n" + first).size();
+  run.add({line});
+  run.add_metrics_text("51,990.000,train/loss,1\n");
+  const Json json = json_of(run);
+  EXPECT_EQ(json.at("loss"), Json::parse("[[50, 5.0], [51, 1.0]]"));
+  EXPECT_EQ(json.at("run").at("steps"), 51);
+}
+
+// Which of several scales a gradient had is not recorded.
+TEST(PrecisionReport, GradientsWithSeveralScalesHaveNoShares) {
+  MadeUpRun run;
+  Json other = scale(1, 8, 8);
+  other["loss_id"] = 1;
+  run.add({scale(1, 1024, 1024), other,
+           sample(1, 1024,
+                  {tensor("gradient", "w", "Float", -60, {9}),
+                   tensor("weight", "w", "Float", -3, {9})})});
+  const PrecisionReport report(run.path());
+  const Json parameter = json_of(run).at("parameters").at(0);
+  EXPECT_TRUE(parameter.at("shares").is_null());
+  EXPECT_EQ(parameter.at("gradient").at("loss_scale"), 1024.0);
+  EXPECT_THAT(report.to_text(), HasSubstr("gradients with several loss scales are left out"));
+  EXPECT_THAT(report.to_text(), Not(HasSubstr("subnormal")));
+}
+
+TEST(PrecisionReport, FindsFloat64) {
+  MadeUpRun run("unknown");
+  Json one = sample(1, 1, {});
+  one["operators"] = {op("linear", "Double", 0.1)};
+  run.add({one});
+  EXPECT_EQ(json_of(run).at("run").at("dtype"), "float64");
+}
+
 TEST(PrecisionReport, IgnoresALastLineThatHasNoEnd) {
   MadeUpRun run;
   run.add({sample(1, 1, {})}).add_text(R"({"step":2,"kind":"sam)");

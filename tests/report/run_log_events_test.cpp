@@ -112,7 +112,20 @@ TEST(RunLogEvents, AreLinesOfSamples) {
                                {"consecutive", 1},
                                {"total", 1},
                                {"loss_scale", 65536.0}},
-                          scale(4, 0, 8.0, 4.0, true), scale(4, 1, 2.0, nullptr, false)));
+                          scale(4, 0, 8.0, 4.0, true), scale(4, 1, nullptr, nullptr, false)));
+}
+
+// What the constructor of a scaler had was in force in no step if a checkpoint has another scale.
+TEST(RunLogEvents, AScaleThatIsLoadedHasNoOtherBefore) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  events::emit(
+      events::LossScaleUpdated{.loss_id = 0, .before = 65536, .after = 32768, .found_inf = false});
+  log.set_step(5001);
+  log.close();
+  const auto line = samples_in(folder.path()).at(0);
+  EXPECT_EQ(line.at("before"), 32768.0);
+  EXPECT_EQ(line.at("after"), 32768.0);
 }
 
 TEST(RunLogEvents, TakeTheStepOfTheNextValueIfNoStepIsSet) {

@@ -116,15 +116,23 @@ TEST(ResumedRun, GoesBackWithoutANewStartToo) {
 
 TEST(ResumedRun, HasRestartsAmongItsSamples) {
   const TemporaryFolder folder;
-  const auto restart = [](int step) { return nlohmann::json{{"step", step}, {"kind", "restart"}}; };
+  const auto size = [&] { return std::filesystem::file_size(folder.path() / "metrics.csv"); };
+  const auto restart = [](int step, std::uintmax_t bytes) {
+    return nlohmann::json{{"step", step}, {"kind", "restart"}, {"metrics_bytes", bytes}};
+  };
   train(folder.path(), 1, 3);
   EXPECT_THAT(samples_in(folder.path()), IsEmpty());
+  const auto first = size();
   train(folder.path(), 3, 4);
-  EXPECT_THAT(samples_in(folder.path()), ElementsAre(restart(3)));
+  EXPECT_THAT(samples_in(folder.path()), ElementsAre(restart(3, first)));
+  const auto second = size();
   RunLog log(folder.path());
-  for (const std::int64_t step : {5, 6, 5}) log.set_step(step);
+  for (const std::int64_t step : {5, 6}) log.set_step(step);
+  log.add_scalar("loss", 0.5);  // waits in memory
+  log.set_step(5);
   log.close();
-  EXPECT_THAT(samples_in(folder.path()), ElementsAre(restart(3), restart(5), restart(5)));
+  EXPECT_THAT(samples_in(folder.path()),
+              ElementsAre(restart(3, first), restart(5, second), restart(5, size())));
 }
 
 TEST(ResumedRun, MayHaveSamplesOnly) {

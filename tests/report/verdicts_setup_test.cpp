@@ -157,6 +157,14 @@ TEST(EpsVerdict, AnEpsThatFloat16RoundsToZeroIsAProblem) {
   EXPECT_FALSE(has(wider, "eps"));
 }
 
+TEST(EpsVerdict, SemitonesOptimizersComputeInFp32) {
+  for (const char* const type : {"FusedAdam", "FusedLAMB"}) {
+    MadeUpRun run;
+    add_gradients(run, optimizer(type, "Half", 1e-8), {-5}, {-5});
+    EXPECT_FALSE(has(run, "eps")) << type;
+  }
+}
+
 Json batch_norm(const std::string& layer, bool training, const std::string& dtype = "Float") {
   return {{"layer", layer}, {"training", training}, {"dtype", dtype}};
 }

@@ -75,6 +75,67 @@ TEST(SkipVerdicts, AScaleThatBeganAnewHasGrown) {
   EXPECT_THAT(verdict.detail, HasSubstr("The loss scale began anew at step 200."));
 }
 
+// The first line after a resume has the scale of the constructor as `before`, in records of 0.1.
+Json loaded_scale(std::int64_t step, double before, double after) {
+  Json line = scale(step, before, after);
+  line["found_inf"] = false;
+  return line;
+}
+
+TEST(SkipVerdicts, AScaleThatWasLoadedHasNotGrown) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(10000, "train/loss", "1");
+  run.add({scale(1, 65536, 65536), skipped(3, "w", 65536), scale(3, 65536, 32768),
+           restart(5001, 6000), loaded_scale(5001, 65536, 32768), skipped(5300, "w", 32768),
+           scale(5300, 32768, 16384)});
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.severity, Severity::warning);
+  EXPECT_THAT(verdict.steps, ElementsAre(5300));
+  EXPECT_THAT(verdict.title, HasSubstr("although the loss scale had not grown"));
+}
+
+TEST(SkipVerdicts, AScaleThatWasLoadedIsNoGrowthOfTheRun) {
+  MadeUpRun run;
+  run.add({scale(1, 1024, 1024), restart(101, 2000), loaded_scale(101, 65536, 1024),
+           loaded_scale(200, 1024, 2048)});
+  EXPECT_FALSE(has(run, "growing_scale"));
+}
+
+TEST(SkipVerdicts, AScaleThatBeganAnewMayFallToWhatItWas) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(10000, "train/loss", "1");
+  run.add({scale(1, 8192, 8192)});
+  double now = 65536;
+  for (std::int64_t step = 5001; step <= 5003; ++step, now /= 2)
+    run.add({skipped(step, "w", now, step - 5000), scale(step, now, now / 2)});
+  const Verdict normal = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(normal.severity, Severity::good);
+  EXPECT_THAT(normal.detail, HasSubstr("The loss scale began anew at step 5001."));
+  run.add({skipped(5004, "w", now, 4), scale(5004, now, now / 2)});
+  EXPECT_THAT(verdict_of(run, "skipped_steps").steps, ElementsAre(5004));
+}
+
+TEST(SkipVerdicts, WithHysteresisTheSecondSkipAfterAGrowthIsNormalToo) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(4000, "train/loss", "1");
+  run.add({scale(1, 65536, 65536), scale(1000, 65536, 131072), skipped(1001, "w", 131072),
+           skipped(1002, "w", 131072, 2), scale(1002, 131072, 65536)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::good);
+  run.add({skipped(1003, "w", 65536, 3), scale(1003, 65536, 32768)});
+  EXPECT_THAT(verdict_of(run, "skipped_steps").steps, ElementsAre(1003));
+}
+
+TEST(SkipVerdicts, TheFigureIsThatOfTheTitle) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale(1, 1024, 1024), skipped(2, "w", 1024), scale(2, 1024, 512), skipped(300, "w", 512),
+           scale(300, 512, 256)});
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.title, "Step 300 was skipped although the loss scale had not grown");
+  EXPECT_DOUBLE_EQ(verdict.figure.value(), 0.25);
+  EXPECT_THAT(verdict.detail, HasSubstr(" 1 more is normal."));
+}
+
 TEST(SkipVerdicts, TheScaleOfTheLossThatWasSkippedIsJudged) {
   MadeUpRun run;
   run.add({scale_of(0, 1, 1024, 1024), scale_of(1, 1, 1, 1), skipped(2, "w", 1),

@@ -62,6 +62,20 @@ TEST(SpeedVerdicts, ProductsInFloat32DoTheWorkOfEmulatedOnes) {
   EXPECT_TRUE(has(native, "wide_operator"));
 }
 
+TEST(SpeedVerdicts, BilinearUpsamplingIsNoProduct) {
+  const auto operators = [](const char* kernel) {
+    return std::vector<Json>{op("conv2d", "BFloat16", 0.1, kernel),
+                             op("upsample_bilinear2d", "Float", 0.6), op("relu", "BFloat16", 0.3)};
+  };
+  MadeUpRun native("bfloat16");
+  add_operators(native, operators("native"));
+  EXPECT_NEAR(verdict_of(native, "products").figure.value_or(0), 10, 1e-9);
+  MadeUpRun emulated("bfloat16");
+  add_operators(emulated, operators("emulated"));
+  EXPECT_FALSE(has(emulated, "emulated"));
+  EXPECT_THAT(verdict_of(emulated, "wide_operator").where, ElementsAre("upsample_bilinear2d"));
+}
+
 TEST(SpeedVerdicts, Float8IsEmulatedEverywhere) {
   MadeUpRun run("bfloat16");
   add_operators(run, {op("conv2d", "Float8_e4m3fn", 0.1, "emulated"),

@@ -321,6 +321,36 @@ TEST(Verdicts, JudgeWhetherFloat8WouldHoldTheValues) {
   EXPECT_THAT(verdict_of(wide, "float8").where, ElementsAre("w"));
 }
 
+TEST(Verdicts, NameATensorOnceThatFloat8DoesNotHoldInEitherPass) {
+  MadeUpRun run;
+  const std::vector<std::int64_t> counts(40, 1);
+  run.add({sample(1, 1,
+                  {tensor("weight", "w", "Float", -40, counts),
+                   tensor("gradient", "w", "Float", -40, counts)})});
+  EXPECT_THAT(verdict_of(run, "float8").where, ElementsAre("w"));
+}
+
+// What float16 holds, as the title says, and the remedy do not contradict each other.
+TEST(Verdicts, AdviseWhatFloat16CanHold) {
+  const auto formats_of = [](int first_exponent, const std::vector<std::int64_t>& counts) {
+    MadeUpRun run("float32");
+    run.add({sample(1, 1, {tensor("gradient", "w", "Float", first_exponent, counts)})});
+    return verdict_of(run, "formats");
+  };
+  std::vector<std::int64_t> wide(46, 0);
+  wide.front() = 10;
+  wide.back() = 1000;
+  const Verdict none = formats_of(-45, wide);
+  EXPECT_THAT(none.title, HasSubstr("does not hold them at any loss scale"));
+  EXPECT_EQ(none.remedy, "take bfloat16");
+  const Verdict large = formats_of(0, std::vector<std::int64_t>(18, 1));
+  EXPECT_THAT(large.title, HasSubstr("float16 needs a loss scale from 2^"));
+  EXPECT_EQ(large.remedy, "take bfloat16, or float16 with a dynamic loss scale");
+  const Verdict fitting = formats_of(-8, {10});
+  EXPECT_THAT(fitting.title, HasSubstr("float16 holds them without a loss scale"));
+  EXPECT_THAT(fitting.remedy, HasSubstr("use a dynamic loss scale all the same"));
+}
+
 TEST(Verdicts, AreSortedWorstFirst) {
   MadeUpRun run;
   run.add_metric(1, "train/loss", "nan");
