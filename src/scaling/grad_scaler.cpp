@@ -5,11 +5,13 @@
 #include "semitone/core/events.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
+#include "src/core/log.h"
 #include "src/optim/deferred_step.h"
 #include "src/scaling/gradient_events.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/late_flags.h"
 #include "src/scaling/step_watch.h"
+#include "src/scaling/unscaled_gradients.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -20,15 +22,16 @@
 namespace semitone::amp {
 
 GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
-    : scaler_(options), enabled_(enabled) {}
+    : scaler_(options), enabled_(enabled), unscaled_(std::make_shared<UnscaledGradients>()) {}
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled_) return loss;
   settle_update();
   at::Tensor scaled = scaler_.scaled(loss);
-  note_changes();
-  if (scaled.requires_grad())
-    scaled.register_hook([count = backwards_](const at::TensorBase& /*grad*/) { ++*count; });
+  if (scaled.requires_grad()) {
+    scaled.register_hook(
+        [unscaled = unscaled_](const at::TensorBase& /*grad*/) { unscaled->begin_backward(); });
+  }
   scaled_ = true;
   return scaled;
 }
@@ -47,32 +50,31 @@ void GradScaler::require_scaled(const char* caller) const {
   }
 }
 
-// Whether a parameter has a gradient that is unscaled, as another optimizer's.
-bool GradScaler::is_unscaled(const at::Tensor& parameter) const {
-  const auto found = unscaled_.find(parameter.unsafeGetTensorImpl());
-  if (found == unscaled_.end()) return false;
-  const Unscaled& unscaled = found->second;
-  const at::Tensor& grad = parameter.grad();
-  if (!grad.defined() || unscaled.grad.lock().get() != grad.unsafeGetTensorImpl()) return false;
-  // Without a scaled backward pass, it was changed by the program: clipped, for example.
-  return version_of(grad) == unscaled.version || unscaled.backwards == *backwards_;
+// Error if a backward pass after unscale_() has left scaled gradients.
+void GradScaler::require_unscaled(torch::optim::Optimizer& optimizer,
+                                  const Progress& progress) const {
+  if (unscaled_->backwards() == progress.backwards) return;
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (!parameter.grad().defined() || unscaled_->has(parameter)) return;
+    throw Error("amp.grad_scaler.step", "gradients that are unscaled",
+                "those of a backward pass after unscale_()",
+                "call unscale_() after the last backward pass of an iteration");
+  });
 }
 
-void GradScaler::note_unscaled(const at::Tensor& parameter) {
-  const at::Tensor& grad = parameter.grad();
-  if (!grad.defined()) return;
-  unscaled_.insert_or_assign(
-      parameter.unsafeGetTensorImpl(),
-      Unscaled{Unscaled::Grad(grad.getIntrusivePtr()), version_of(grad), *backwards_});
-}
-
-// Before the next backward pass: what has changed unscaled gradients until now was not one.
-void GradScaler::note_changes() {
-  for (auto& [parameter, unscaled] : unscaled_) {
-    const auto grad = unscaled.grad.lock();
-    if (!grad.defined() || unscaled.backwards != *backwards_) continue;
-    unscaled.version = version_of(at::Tensor(grad));
-  }
+// With master weights of amp::initialize, for example, the optimizer has other parameters than the
+// model.
+void GradScaler::warn_of_no_gradient(torch::optim::Optimizer& optimizer) {
+  if (warned_ || found_inf_hook_) return;
+  bool any = false;
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    any = any || parameter.grad().defined();
+  });
+  if (any) return;
+  warned_ = true;
+  log()->warn(
+      "scaler.step(optimizer) without any gradient: does the optimizer belong to the model that "
+      "computed the loss? (After amp::initialize, call the functions of MixedPrecision instead.)");
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
@@ -88,13 +90,14 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   Gradients scaled(scaler_.inverse());
   Gradients unscaled(1.0F);  // only checked
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    (is_unscaled(parameter) ? unscaled : scaled).unscale(parameter);
+    (unscaled_->has(parameter) ? unscaled : scaled).unscale(parameter);
   });
   Progress progress;
+  progress.backwards = unscaled_->backwards();
   unscaled.run(progress.found_inf);
   scaled.run(progress.found_inf);
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    note_unscaled(parameter);
+    unscaled_->note(parameter);
   });
   // Without gradients here, other ranks may still have some.
   if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
@@ -188,7 +191,12 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
                 "an optimizer that does not evaluate the loss inside its step", "LBFGS",
                 "its gradients would be scaled there: train without a scaler");
   }
-  if (progress_.count(&optimizer) == 0) unscale_(optimizer);
+  warn_of_no_gradient(optimizer);
+  if (const auto found = progress_.find(&optimizer); found == progress_.end()) {
+    unscale_(optimizer);
+  } else if (!found->second.stepped) {
+    require_unscaled(optimizer, found->second);
+  }
   Progress& progress = progress_.at(&optimizer);
   if (progress.stepped) {
     throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
@@ -235,7 +243,7 @@ void GradScaler::update() {
     }
   }
   progress_.clear();
-  unscaled_.clear();
+  unscaled_->clear();
   if (next.late.empty()) return scaler_.update(next.overflowed);
   update_ = std::move(next);
 }
@@ -246,7 +254,7 @@ void GradScaler::update(double new_scale) {
   settle_all();
   scaler_.set_scale(new_scale);
   progress_.clear();
-  unscaled_.clear();
+  unscaled_->clear();
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {
@@ -270,7 +278,7 @@ void GradScaler::load(torch::serialize::InputArchive& archive) {
   settle_update();
   scaler_.load(archive);
   progress_.clear();
-  unscaled_.clear();
+  unscaled_->clear();
 }
 
 }  // namespace semitone::amp

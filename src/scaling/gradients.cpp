@@ -1,5 +1,6 @@
 #include "src/scaling/gradients.h"
 
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 
 #include <torch/optim/lbfgs.h>
@@ -40,6 +41,11 @@ at::Tensor with_values(const at::Tensor& grad, const at::Tensor& values) {
   return at::_sparse_coo_tensor_unsafe(grad._indices(), values, grad.sizes())._coalesced_(true);
 }
 
+// Whether the gradient can be differentiated itself.
+bool has_graph(const at::Tensor& grad) {
+  return grad.requires_grad() && grad.layout() == at::kStrided && !grad.is_complex();
+}
+
 bool is_sparse(const at::Tensor& grad) {
   return grad.defined() && grad.is_sparse();
 }
@@ -50,6 +56,17 @@ at::Tensor sum(const at::Tensor& a, const at::Tensor& b) {
   return at::_sparse_coo_tensor_unsafe(at::cat({a._indices(), b._indices()}, 1),
                                        at::cat({a._values(), b._values()}), a.sizes())
       .coalesce();
+}
+
+// grad / scale + addend, recorded by autograd: second derivatives are those of the unscaled gradient.
+at::Tensor recorded(const at::Tensor& grad, const kernels::InverseScale& inverse,
+                    const at::Tensor& addend) {
+  const DisableCasts as_outside;
+  const at::AutoGradMode with_grad(true);
+  const at::Tensor product = inverse.on_device.defined()
+                                 ? grad.mul(inverse.on_device.to(grad.scalar_type()))
+                                 : grad.mul(double{inverse.number});
+  return addend.defined() ? product.add(addend) : product;
 }
 
 }  // namespace
@@ -70,6 +87,12 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
     if (addend.defined()) results_.push_back({parameter, addend, {}, {}});
     return;
   }
+  if (has_graph(parameter.grad())) {
+    const at::Tensor scaled = parameter.grad().detach();
+    add(scaled, at::empty_like(scaled), addend);  // only checks the result
+    results_.push_back({parameter, recorded(parameter.grad(), inverse_scale_, addend), {}, {}});
+    return;
+  }
   const at::NoGradGuard no_grad;
   const at::Tensor grad = resolved(parameter.grad());
   const at::Tensor before = values_of(grad);
@@ -85,6 +108,11 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
 void Gradients::move(const at::Tensor& from, const at::Tensor& to) {
   seen_.insert(to.unsafeGetTensorImpl());
   if (!from.grad().defined()) return;
+  if (has_graph(from.grad())) {
+    throw Error("amp.unscale", "gradients without a graph, for parameters with master weights",
+                "one of backward(…, create_graph = true): its graph would end at the master",
+                "take torch::autograd::grad(…, create_graph = true), and scale the sum of losses");
+  }
   const at::NoGradGuard no_grad;
   const at::Tensor grad = resolved(from.grad());
   const at::Tensor values = values_of(grad);

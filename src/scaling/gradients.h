@@ -35,10 +35,12 @@ class Gradients {
   explicit Gradients(kernels::InverseScale inverse_scale)
       : inverse_scale_(std::move(inverse_scale)) {}
 
-  // parameter.grad = parameter.grad / scale + addend, in place. Either may be undefined.
+  // parameter.grad = parameter.grad / scale + addend, in place. Either may be undefined. A gradient
+  // with a graph (create_graph) is replaced by one whose graph has the division.
   void unscale(const at::Tensor& parameter, const at::Tensor& addend = {});
 
-  // to.grad = from.grad / scale + to.grad, in to's dtype; drops from.grad.
+  // to.grad = from.grad / scale + to.grad, in to's dtype; drops from.grad. Error for a gradient with
+  // a graph.
   void move(const at::Tensor& from, const at::Tensor& to);
 
   // found_inf: one flag per device, created if missing, set to 1 if a result is inf or NaN.

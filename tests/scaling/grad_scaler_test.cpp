@@ -5,6 +5,7 @@
 #include "semitone/core/error.h"
 #include "tests/scaling/grad_scaler_fixture.h"
 #include "tests/support/archive.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/optimizers.h"
 #include "tests/support/recorded_events.h"
@@ -17,6 +18,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -58,10 +60,58 @@ TEST(GradScaler, WithoutAnyGradientTheOptimizerJustSteps) {
   torch::optim::SGD empty(std::vector<at::Tensor>{}, 1.0);
   GradScaler scaler = used_once();
   scaler.unscale_(empty);
+  const test::CapturedLog log;
   EXPECT_EQ(scaler.step(optimizer), Step::stepped);
   EXPECT_EQ(scaler.step(empty), Step::stepped);
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 256);
+  const std::string text = log.text();
+  const auto first = text.find("scaler.step(optimizer) without any gradient");
+  ASSERT_NE(first, std::string::npos) << text;
+  EXPECT_EQ(text.find("scaler.step(optimizer)", first + 1), std::string::npos) << text;
+}
+
+// Its gradients would be added to unscaled ones, or be all scaled.
+TEST(GradScaler, ABackwardPassAfterUnscaleIsAnError) {
+  for (const bool zeroes : {false, true}) {
+    SCOPED_TRACE(zeroes);
+    const auto weight = parameter({1});
+    torch::optim::SGD optimizer({weight}, 1.0);
+    GradScaler scaler(LossScaleOptions::fixed(128));
+    scaler.scale((3 * weight).sum()).backward();
+    scaler.unscale_(optimizer);
+    if (zeroes) optimizer.zero_grad();
+    scaler.scale((5 * weight).sum()).backward();
+    test::expect_error([&] { scaler.step(optimizer); },
+                       {"[amp.grad_scaler.step]", "a backward pass after unscale_()",
+                        "after the last backward pass"});
+    EXPECT_TRUE(same_bits(weight, parameter({1})));
+    optimizer.zero_grad();
+    scaler.update();
+    scaler.scale((5 * weight).sum()).backward();
+    EXPECT_EQ(scaler.step(optimizer), Step::stepped);
+    EXPECT_EQ(weight.item<float>(), 1 - 5);
+  }
+}
+
+// Clipped, replaced, or neither: passes of other losses do not concern it.
+TEST(GradScaler, PassesOfOtherLossesLeaveUnscaledGradientsUnscaled) {
+  const auto mine = parameter({1});
+  const auto other = parameter({1});
+  torch::optim::SGD optimizer({mine}, 1.0);
+  torch::optim::SGD others({other}, 1.0);
+  GradScaler scaler(LossScaleOptions::fixed(128));
+  scaler.scale((4 * mine).sum()).backward();
+  scaler.unscale_(optimizer);
+  mine.mutable_grad().mul_(0.5);
+  scaler.scale((3 * other).sum()).backward();
+  mine.mutable_grad() = mine.grad() * 0.5;
+  scaler.scale((3 * other).sum()).backward();
+  mine.mutable_grad().mul_(0.5);
+  EXPECT_EQ(scaler.step(optimizer), Step::stepped);
+  EXPECT_EQ(scaler.step(others), Step::stepped);
+  EXPECT_EQ(mine.item<float>(), 0.5);
+  EXPECT_EQ(other.item<float>(), -5);
 }
 
 // torch's test_grad_scaling_unscale: layouts, sizes, dtypes, inf and NaN anywhere.

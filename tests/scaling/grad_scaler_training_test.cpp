@@ -158,6 +158,9 @@ TEST(GradScaler, GradientsWithAGraphAreUnscaledToo) {
   ASSERT_TRUE(weight.grad().requires_grad());
   scaler.unscale_(optimizer);
   EXPECT_EQ(weight.grad().item<float>(), 27);
+  // d(3 w^2)/dw
+  EXPECT_EQ(torch::autograd::grad({weight.grad().sum()}, {weight})[0].item<float>(), 18);
+  weight.mutable_grad().reset();
 }
 
 TEST(GradScaler, OnlyTheOptimizerThatOverflowedSkipsAndTheScaleBacksOffForAll) {

@@ -5,13 +5,9 @@
 #include "semitone/scaling/step.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -22,6 +18,7 @@
 namespace semitone::amp {
 
 class StepWatch;
+class UnscaledGradients;
 
 /// See GradScaler::set_found_inf_hook.
 using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
@@ -87,18 +84,17 @@ class GradScaler {
   /// called, or at a second call.
   ///
   /// A parameter may be in several optimizers. A gradient that was unscaled for one of them since
-  /// the last update is only checked for the others, even if it was clipped in the meantime. The
-  /// gradient is unscaled again if another tensor has replaced it, or if it was changed in place
-  /// after the last scale() and the backward pass of a scaled loss has begun since it was unscaled:
-  /// with several losses, call scale() for each one before its own backward pass. Call zero_grad()
-  /// before a backward pass that follows unscale_(): it would add a scaled gradient to one that is
-  /// not scaled any more.
+  /// the last update is only checked for the others, even if it was clipped or replaced in the
+  /// meantime. After zero_grad() and another backward pass of a scaled loss it is unscaled again.
+  /// Call unscale_() after the last backward pass of an iteration: a later one adds scaled gradients
+  /// to those that are not scaled any more, and step() refuses them.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls optimizer.step() unless a gradient is inf or NaN. Unscales first if unscale_() was not
   /// called. May be called once per optimizer between two updates. Gradients are not checked again
   /// after unscale_(), as in torch. LBFGS is an Error: it evaluates the model again inside its
-  /// step.
+  /// step. So are gradients of a scaled loss's backward pass since unscale_(). If no parameter has a
+  /// gradient, the optimizer steps, and a warning is logged once.
   StepResult step(torch::optim::Optimizer& optimizer);
   StepResult step(torch::optim::Optimizer& optimizer,
                   const torch::optim::Optimizer::LossClosure& closure) = delete;
@@ -148,14 +144,7 @@ class GradScaler {
     bool overflowed = false;            // found_inf as read by the host; valid if stepped, not late
     std::shared_ptr<detail::LateFlags> late = {};  // found_inf if the device has decided the step
     std::shared_ptr<StepWatch> watch = {};  // since gradients were unscaled, until the first step()
-  };
-
-  // The gradient of a parameter, which was unscaled.
-  struct Unscaled {
-    using Grad = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-    Grad grad;               // which it does not keep alive
-    std::uint32_t version;   // of the gradient
-    std::int64_t backwards;  // backward passes of scaled losses, by then
+    std::int64_t backwards = 0;             // passes of scaled losses, by then
   };
 
   // An update of the scale whose result is not known yet.
@@ -165,9 +154,8 @@ class GradScaler {
   };
 
   void require_scaled(const char* caller) const;
-  bool is_unscaled(const at::Tensor& parameter) const;
-  void note_unscaled(const at::Tensor& parameter);
-  void note_changes();
+  void require_unscaled(torch::optim::Optimizer& optimizer, const Progress& progress) const;
+  void warn_of_no_gradient(torch::optim::Optimizer& optimizer);
   bool read(Progress& progress) const;
   void call_hook(Progress& progress) const;
   bool may_defer(torch::optim::Optimizer& optimizer, const Progress& progress) const;
@@ -181,12 +169,10 @@ class GradScaler {
   bool enabled_;
   bool scaled_ = false;   // scale() was called at least once
   bool stepped_ = false;  // step() was called
+  bool warned_ = false;   // of a step without gradients
   // Since the last update.
   mutable std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;
-  std::unordered_map<const c10::TensorImpl*, Unscaled> unscaled_;  // by parameter
-  // The number of backward passes of losses from scale(), which count them.
-  std::shared_ptr<std::atomic<std::int64_t>> backwards_ =
-      std::make_shared<std::atomic<std::int64_t>>(0);
+  std::shared_ptr<UnscaledGradients> unscaled_;  // shared with the losses of scale()
   detail::ParameterNames names_;
   FoundInfHook found_inf_hook_;
 };
