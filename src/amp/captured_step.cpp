@@ -33,8 +33,10 @@ void check_options(const CapturedStepOptions& options) {
 void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> grads;
+  std::unordered_set<const c10::TensorImpl*> seen;  // a tied weight is listed twice
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) grads.push_back(parameter.grad());
+    if (parameter.grad().defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
+      grads.push_back(parameter.grad());
   }
   if (grads.empty()) return;
   // In fp64: the squares of finite gradients may overflow fp32.
@@ -62,7 +64,7 @@ std::vector<CapturedStep::Impl::Shape> CapturedStep::Impl::shapes_of(const Batch
 
 CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   settle_others();
-  state.hide_gradients(nullptr);
+  state.hide_gradients();
   const bool before = std::exchange(state.named_only, true);
   const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
   const Batch here = moved_to_device(batch);

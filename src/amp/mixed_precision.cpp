@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace semitone::amp {
@@ -123,6 +124,8 @@ std::int64_t MixedPrecision::skipped_steps() const {
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
   auto& record = impl().of(optimizer, "master_params");
+  if (record.scaled.has_value() && record.scaled->open)
+    Impl::require_unscaled(record, "master_params");
   Impl::require_unchanged_since_clipping(record, "master_params");
   if (record.masters.has_value()) {
     if (impl().fp32_scopes == 0) impl().pull("master_params");
@@ -160,12 +163,13 @@ struct MixedPrecision::Region {
 };
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
+  impl().used_by = std::this_thread::get_id();
   const std::size_t index = impl().model_with(model, "forward");
   impl().require_on_device(index);
   impl().ran[index] = true;
   impl().require_no_step_past("forward");
   impl().sync("forward");
-  if (at::GradMode::is_enabled()) impl().hide_gradients(&impl().models[index]);
+  if (at::GradMode::is_enabled()) impl().refresh_gradients(&impl().models[index], "forward");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().forward_in_region) region->autocast.emplace(*impl().policy);
@@ -173,10 +177,11 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
 }
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
+  impl().used_by = std::this_thread::get_id();
   impl().ran_elsewhere = true;
   impl().require_no_step_past("call");
   impl().sync("call");
-  if (at::GradMode::is_enabled()) impl().hide_gradients(nullptr);
+  if (at::GradMode::is_enabled()) impl().refresh_gradients(nullptr, "call");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().policy.has_value()) region->autocast.emplace(*impl().policy);
@@ -205,6 +210,7 @@ c10::IValue MixedPrecision::cast_output(const c10::IValue& value) const {
 
 Autocast MixedPrecision::autocast() const {
   const Properties& properties = impl().properties;
+  impl().used_by = std::this_thread::get_id();
   impl().ran_elsewhere = true;
   if (!impl().policy.has_value())
     return Autocast(properties.device, properties.dtype, /*enabled=*/false);

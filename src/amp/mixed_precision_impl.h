@@ -12,12 +12,15 @@
 #include <c10/util/DimVector.h>
 #include <torch/nn/module.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -58,6 +61,10 @@ struct MixedPrecision::Impl {
     std::size_t component = 0;
     bool warned_of_no_gradient = false;
     bool warned_of_no_scale = false;
+    // Until the first call of MixedPrecision::step, with masters: forward passes with gradients in
+    // the model, and backward passes of scaled losses.
+    int unseen_backwards = 0;
+    int unused_backwards = 0;
 
     // Calls visit(parameter) for the tensors that backward gives gradients: the model's parameters,
     // not their masters.
@@ -185,15 +192,34 @@ struct MixedPrecision::Impl {
   std::optional<CudnnScope> cudnn;
   std::shared_ptr<events::Listener> cast_log;
   int fp32_scopes = 0;  // Fp32Weights that are alive
+  // The thread that last ran a model, scaled a loss or stepped; none before.
+  std::atomic<std::thread::id> used_by;
 
   // Lets owner_of() find this object by its optimizers.
   void own_optimizers();
   void disown_optimizers();
   // The object that has an optimizer, among all of the process. Error if there is none, or several.
   static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
+  // Error if another object has one of the optimizers, and one of the two makes master weights.
+  static void require_no_owner(const OptimizerRefs& optimizers, const Properties& properties);
+  // Other objects that this thread used last, with an optimizer.
+  std::vector<Impl*> others_of_thread();
+  static bool is_alive(const Impl* impl);
 
   // Whether the policy computes products in fp8.
   bool has_fp8() const { return policy.has_value() && policy->fp8_options().has_value(); }
+
+  // Calls visit(parameter) for the tensors that backward gives gradients, of all optimizers and of
+  // none.
+  template <typename Visit>
+  void for_each_parameter_of_models(const Visit& visit) const {
+    std::unordered_set<const c10::TensorImpl*> seen;  // optimizers may share some
+    const auto once = [&](const at::Tensor& parameter) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) visit(parameter);
+    };
+    for (const OptimizerRecord& record : optimizers) record.for_each_leaf(once);
+    for (const at::Tensor& parameter : free_parameters) once(parameter);
+  }
 
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
@@ -232,9 +258,10 @@ struct MixedPrecision::Impl {
   // for master weights of a parameter that two optimizers have.
   void find_shared_parameters(const char* caller);
 
-  // Undoes Masters::show_gradients for a model (null: for all): the coming backward pass
-  // would add to these gradients.
-  void hide_gradients(const Model* model);
+  // Undoes Masters::show_gradients: the coming backward pass would add to these gradients.
+  void hide_gradients();
+  // Masters::refresh_gradients() for a model (null: for all), before its forward pass.
+  void refresh_gradients(const Model* model, const char* caller);
 
   // Error if an optimizer has stepped without MixedPrecision::step, which would have skipped the
   // step at an overflow and updated the scale.
@@ -243,6 +270,8 @@ struct MixedPrecision::Impl {
   // Warnings for code that would silently train badly or not at all.
   void check_plain_loss(const at::Tensor& loss);
   void warn_of_gradients(OptimizerRecord& record);
+  void count_unseen_backward(OptimizerRecord& record, const char* caller);
+  void count_unused_backward(OptimizerRecord& record);
   // One line in the log, at verbosity 1 and on the first rank.
   void warn(const std::string& text) const;
 

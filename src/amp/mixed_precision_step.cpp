@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -174,6 +175,7 @@ StepResult MixedPrecision::step(torch::optim::Optimizer& optimizer) {
 }
 
 StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
+  used_by = std::this_thread::get_id();
   OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
     emit_gradients(optimizer);

@@ -2,10 +2,12 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/autocast/model_entries.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -87,6 +89,43 @@ void MixedPrecision::Impl::disown_optimizers() {
   Owners& owners = Owners::instance();
   const std::lock_guard lock(owners.mutex);
   std::erase_if(owners.by_optimizer, [this](const auto& entry) { return entry.second == this; });
+}
+
+void MixedPrecision::Impl::require_no_owner(const OptimizerRefs& optimizers,
+                                            const Properties& properties) {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  for (const torch::optim::Optimizer& optimizer : optimizers) {
+    const auto [first, last] = owners.by_optimizer.equal_range(&optimizer);
+    const bool has_masters = std::any_of(first, last, [](const auto& entry) {
+      const Properties& others = entry.second->properties;
+      return others.enabled && others.master_weights;
+    });
+    if (first == last || !(has_masters || (properties.enabled && properties.master_weights)))
+      continue;
+    throw Error("amp.initialize", "an optimizer of one MixedPrecision, with master weights",
+                "one that another MixedPrecision has",
+                "name all models in one initialize({model, …}, {optimizer, …})");
+  }
+}
+
+std::vector<MixedPrecision::Impl*> MixedPrecision::Impl::others_of_thread() {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  std::vector<Impl*> others;
+  for (const auto& [optimizer, impl] : owners.by_optimizer) {
+    if (impl != this && impl->used_by.load() == std::this_thread::get_id() &&
+        std::find(others.begin(), others.end(), impl) == others.end())
+      others.push_back(impl);
+  }
+  return others;
+}
+
+bool MixedPrecision::Impl::is_alive(const Impl* impl) {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  return std::any_of(owners.by_optimizer.begin(), owners.by_optimizer.end(),
+                     [&](const auto& entry) { return entry.second == impl; });
 }
 
 MixedPrecision::Impl& MixedPrecision::Impl::owner_of(const torch::optim::Optimizer& optimizer,

@@ -61,6 +61,9 @@ void ScaledLoss::Work::begin() {
   if (begun) return;
   check();
   mixed->pull("scale_loss");
+  for (const OptimizerRecord* record : concerned()) {
+    if (record->masters.has_value()) record->masters->require_updated_model();
+  }
   // Before any gradient is set aside, which an optimizer may share.
   for (OptimizerRecord& record : mixed->optimizers) {
     if (!record.scaled.has_value()) mixed->drop_stale_results(record);
@@ -79,6 +82,58 @@ void ScaledLoss::Work::begin() {
     if (!record->scaled.has_value()) begin(*record);
     record->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
   }
+  begin_elsewhere();
+}
+
+// The loss may have gone through models of other MixedPrecision objects. Their parameters get
+// unscaled gradients too, where their optimizers read them.
+void ScaledLoss::Work::begin_elsewhere() {
+  if (is_elsewhere || leaves_others_alone()) return;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  const auto shares = [&](Impl& one) {
+    bool any = false;
+    one.for_each_parameter_of_models([&](const at::Tensor& parameter) {
+      any = !seen.insert(parameter.unsafeGetTensorImpl()).second || any;
+    });
+    return any;
+  };
+  const std::vector<Impl*> all = mixed->others_of_thread();
+  if (all.empty()) return;
+  shares(*mixed);
+  for (Impl* const other : all) {
+    if (!other->properties.enabled || other->fp32_scopes > 0) continue;
+    other->find_shared_parameters("scale_loss");
+    if (shares(*other)) continue;
+    Elsewhere& there = elsewhere.emplace_back(Elsewhere{other, {}});
+    other->for_each_parameter_of_models([&](const at::Tensor& parameter) {
+      there.before.push_back({parameter, parameter.grad()});
+      parameter.mutable_grad().reset();
+    });
+  }
+}
+
+void ScaledLoss::Work::finish_elsewhere() {
+  for (; !elsewhere.empty(); elsewhere.pop_back()) finish(elsewhere.back());
+}
+
+// As a loss of that object for which none of its optimizers was named.
+void ScaledLoss::Work::finish(Elsewhere& there) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> scaled;
+  for (const SetAside& before : there.before) {
+    at::Tensor& grad = before.parameter.mutable_grad();
+    if (grad.defined()) scaled.emplace_back(before.parameter, grad);
+    grad = before.grad;
+  }
+  if (scaled.empty() || !Impl::is_alive(there.mixed)) return;
+  Work work{there.mixed, 0, inverse, {}, /*delay=*/false, {}};
+  work.is_elsewhere = true;
+  work.begin();
+  for (const auto& [parameter, grad] : scaled) {
+    // begin() leaves what ranks have not averaged yet, scaled.
+    at::Tensor& now = parameter.mutable_grad();
+    now = now.defined() ? now + grad : grad;
+  }
+  work.finish();
 }
 
 void ScaledLoss::Work::begin(OptimizerRecord& record) {
@@ -159,7 +214,9 @@ void ScaledLoss::Work::finish() {
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();
+  finish_elsewhere();
   const std::vector<OptimizerRecord*> all = concerned();
+  if (all.empty()) return;
   if (delay) {
     for (OptimizerRecord* record : all) record->scaled->open = false;
   } else {
@@ -173,7 +230,10 @@ void ScaledLoss::Work::finish() {
   for (OptimizerRecord* record : optimizers) {
     if (record->scaled.has_value() || inverse_on_device.defined()) continue;
     if (record->masters.has_value()) record->masters->show_gradients();
-    if (record->watched && may_skip) record->watch.start(*record->optimizer);
+    if (!record->watched || !may_skip) continue;
+    if (record->masters.has_value()) mixed->count_unused_backward(*record);
+    // A step since the last backward is reported by the next forward or scale_loss.
+    if (!record->watch.has_stepped(*record->optimizer)) record->watch.start(*record->optimizer);
   }
 }
 
@@ -251,6 +311,10 @@ void ScaledLoss::Work::restore(const std::vector<OptimizerRecord*>& all) noexcep
 
 void ScaledLoss::Work::put_back() noexcept {
   if (!begun) return;
+  for (const Elsewhere& there : elsewhere) {
+    for (const SetAside& before : there.before) before.parameter.mutable_grad() = before.grad;
+  }
+  elsewhere.clear();
   restore(concerned());
   for (Other& other : others) {
     if (!other.was_scaled) {
@@ -278,7 +342,12 @@ bool ScaledLoss::Work::any_gradient() const {
                        return any;
                      }) ||
          std::any_of(free.begin(), free.end(),
-                     [](const SetAside& before) { return before.parameter.grad().defined(); });
+                     [](const SetAside& before) { return before.parameter.grad().defined(); }) ||
+         std::any_of(elsewhere.begin(), elsewhere.end(), [](const Elsewhere& there) {
+           return std::any_of(there.before.begin(), there.before.end(), [](const SetAside& before) {
+             return before.parameter.grad().defined();
+           });
+         });
 }
 
 }  // namespace semitone::amp

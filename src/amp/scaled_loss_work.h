@@ -24,6 +24,12 @@ struct ScaledLoss::Work {
     std::vector<SetAside> before;
   };
 
+  // The parameters of another MixedPrecision, whose gradients are kept apart during backward.
+  struct Elsewhere {
+    Impl* mixed;
+    std::vector<SetAside> before;
+  };
+
   Impl* mixed;
   std::int64_t loss_id;
   float inverse;
@@ -33,6 +39,8 @@ struct ScaledLoss::Work {
   std::vector<OptimizerRecord*> sharing = {};  // and those that share parameters with them
   std::vector<Other> others = {};
   std::vector<SetAside> free = {};  // parameters in no optimizer
+  std::vector<Elsewhere> elsewhere = {};
+  bool is_elsewhere = false;  // this is the work for one of those
   bool begun = false;
   int exceptions = std::uncaught_exceptions();
 
@@ -51,8 +59,11 @@ struct ScaledLoss::Work {
   void begin(OptimizerRecord& record);
   void begin(Other& other);
   void begin_free();
+  void begin_elsewhere();
   void finish(Other& other);
+  void finish(Elsewhere& there);
   void finish_free();
+  void finish_elsewhere();
   void restore(const std::vector<OptimizerRecord*>& all) noexcept;
   void erase_set_aside(const OptimizerRecord& optimizer);
   bool leaves_others_alone() const { return mixed->named_only || inverse_on_device.defined(); }

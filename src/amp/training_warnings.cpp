@@ -68,6 +68,37 @@ void MixedPrecision::Impl::warn_of_gradients(OptimizerRecord& record) {
             "mixed.scale_loss(loss, optimizer).backward() instead, or model->zero_grad()");
 }
 
+namespace {
+
+// More micro-batches than programs accumulate.
+constexpr int kManyBackwards = 64;
+
+}  // namespace
+
+// With master weights, optimizer.step() after loss.backward() finds no gradients, and does nothing.
+void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const char* caller) {
+  if (!record.watched || record.unseen_backwards == kManyBackwards ||
+      !record.masters->has_gradients_in_model() || ++record.unseen_backwards < kManyBackwards)
+    return;
+  warn(fmt::format(
+      "{} calls of mixed.{} with gradients of loss.backward() in the model, and none of "
+      "mixed.step(optimizer): optimizer.step() and optimizer.zero_grad() have the fp32 master "
+      "weights, and do not reach these gradients; call mixed.scale_loss(loss, "
+      "optimizer).backward() and mixed.step(optimizer) instead",
+      kManyBackwards, caller));
+}
+
+// optimizer.step() before a ScaledLoss is finished finds no gradients, either.
+void MixedPrecision::Impl::count_unused_backward(OptimizerRecord& record) {
+  if (!record.watched || record.unused_backwards == kManyBackwards ||
+      ++record.unused_backwards < kManyBackwards)
+    return;
+  warn(
+      fmt::format("{} backward passes of mixed.scale_loss(…), and no call of "
+                  "mixed.step(optimizer): it is to be called after the ScaledLoss is finished",
+                  kManyBackwards));
+}
+
 void MixedPrecision::Impl::require_no_step_past(const char* caller) {
   for (OptimizerRecord& record : optimizers) {
     if (!record.watch.is_on() || !record.watch.has_stepped(*record.optimizer)) continue;

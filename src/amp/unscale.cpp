@@ -169,11 +169,19 @@ void MixedPrecision::Impl::drop_stale_results(OptimizerRecord& record) {
   if (!record.has_gradient()) std::erase_if(pending, concerns);
 }
 
-void MixedPrecision::Impl::hide_gradients(const Model* model) {
+void MixedPrecision::Impl::hide_gradients() {
+  for (OptimizerRecord& record : optimizers) {
+    if (record.masters.has_value()) record.masters->hide_gradients();
+  }
+}
+
+void MixedPrecision::Impl::refresh_gradients(const Model* model, const char* caller) {
   if (models.size() == 1) model = nullptr;  // entries_of() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;
   for (OptimizerRecord& record : optimizers) {
-    if (!record.masters.has_value() || !record.masters->shows_gradients()) continue;
+    if (!record.masters.has_value()) continue;
+    count_unseen_backward(record, caller);
+    if (!record.masters->shows_gradients()) continue;
     if (model != nullptr && of_model.empty()) {
       for (const ModelEntry& entry : entries_of(*model))
         of_model.insert(entry.tensor.unsafeGetTensorImpl());
@@ -182,7 +190,7 @@ void MixedPrecision::Impl::hide_gradients(const Model* model) {
     record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       concerns = concerns || of_model.count(parameter.unsafeGetTensorImpl()) > 0;
     });
-    if (concerns) record.masters->hide_gradients();
+    if (concerns) record.masters->refresh_gradients();
   }
 }
 

@@ -102,6 +102,14 @@ class Masters {
   // one that was dropped on either side is dropped on both.
   void hide_gradients();
   bool shows_gradients() const { return shown_; }
+  // Before a forward pass, after which the program may zero the model's gradients, clip them, or add
+  // to them: what it has changed so far takes effect, and the rest stays where it is shown, in fp32.
+  void refresh_gradients();
+  // Whether backward has left gradients in the model that nothing has taken.
+  bool has_gradients_in_model() const;
+  // Error if optimizer.step() has changed masters since the model was updated: gradients of the
+  // model's old weights would be taken for theirs.
+  void require_updated_model() const;
   // Whether the program has changed a gradient that is shown, but clipped only when step() reads it.
   bool has_changed_clipped() const;
 
@@ -150,6 +158,7 @@ class Masters {
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
   static std::array<std::uint32_t, 4> probe(const at::Tensor& master);
+  bool is_ahead(const Pair& pair) const;
   void require_updated_model(const Pair& pair) const;
   static void take_parameter(Pair& pair);
   static void keep_replaced(Pair& pair, const at::Tensor& differs);

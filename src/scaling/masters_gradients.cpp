@@ -86,6 +86,19 @@ void Masters::hide_gradients() {
   }
 }
 
+void Masters::refresh_gradients() {
+  if (has_changed_clipped()) return hide_gradients();  // step() is going to refuse them
+  move_deferred_gradients();
+  show_gradients();
+}
+
+bool Masters::has_gradients_in_model() const {
+  return std::ranges::any_of(pairs_, [](const Pair& pair) {
+    const at::Tensor& in_model = pair.parameter.grad();
+    return in_model.defined() && !(pair.shown.defined() && in_model.is_same(pair.shown));
+  });
+}
+
 bool Masters::has_changed_clipped() const {
   return clipped_ && std::ranges::any_of(pairs_, [](const Pair& pair) {
            if (!pair.deferred.counts(pair.master)) return false;
@@ -131,7 +144,8 @@ bool Masters::take_gradients(float inverse_scale) {
 bool Masters::can_defer_gradients() const {
   const auto is_own = [](const at::Tensor& grad) {
     return grad.layout() == at::kStrided && kernels::has_kernels(grad) && !grad.is_view() &&
-           grad.storage().nbytes() == grad.nbytes() && grad.storage().use_count() == 1;
+           !grad.requires_grad() && grad.storage().nbytes() == grad.nbytes() &&
+           grad.storage().use_count() == 1;
   };
   return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
            const at::Tensor& grad = pair.parameter.grad();

@@ -57,12 +57,24 @@ std::array<std::uint32_t, 4> Masters::probe(const at::Tensor& master) {
   return numbers;
 }
 
+// Whether optimizer.step() has changed a master, and the model does not have that yet. LibTorch's SGD
+// changes no version.
+bool Masters::is_ahead(const Pair& pair) const {
+  return maybe_stepped_ && (master_changed(pair) || probe(pair.master) != pair.probes);
+}
+
+void Masters::require_updated_model() const {
+  if (std::ranges::none_of(pairs_, [&](const Pair& pair) { return is_ahead(pair); })) return;
+  throw Error("amp.master_weights", "a loss of the weights after optimizer.step()",
+              "one of those before: the step has only updated the fp32 masters",
+              "call mixed.step(optimizer), which updates the model too, instead of "
+              "optimizer.step(); or compute the loss with mixed.forward(model, …)");
+}
+
 // A program has changed a parameter in place. If optimizer.step() was called before, and the model
 // was not updated since, the change is one of the weights before that step, which would be lost.
 void Masters::require_updated_model(const Pair& pair) const {
-  if (!maybe_stepped_ || pair.parameter_data != pair.parameter.const_data_ptr()) return;
-  // LibTorch's SGD changes no version.
-  if (!master_changed(pair) && probe(pair.master) == pair.probes) return;
+  if (pair.parameter_data != pair.parameter.const_data_ptr() || !is_ahead(pair)) return;
   throw Error("amp.master_weights", "weights that are changed after the model was updated",
               "a weight that was changed in place after optimizer.step() had only updated its fp32 "
               "master",

@@ -208,7 +208,7 @@ TEST(DeferredGradientsOfAdam, AreNotChangedAfterTheyWereClipped) {
     trained.backward(1);
     EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
   }
-  // Another forward hides the model's gradients.
+  // Another forward takes what the program has changed.
   Trained evaluated(adam());
   evaluated.backward(0);
   evaluated.mixed.clip_grad_norm_(*evaluated.optimizer, 0.01);

@@ -110,6 +110,55 @@ TEST_P(GradientsInTheModel, KeepATrainingStableThatIsClippedByTorchsFunctions) {
   }
 }
 
+// Between forward and backward, as GANs do for the gradients that the other loss has left.
+TEST_P(GradientsInTheModel, MayBeZeroedAfterAForwardPass) {
+  for (const bool in_place : {false, true}) {
+    SCOPED_TRACE(in_place);
+    Training trained = training();
+    Training want = training();
+    trained.backward(7, 3);
+    const at::Tensor loss = trained.loss();
+    trained.model->zero_grad(/*set_to_none=*/!in_place);
+    trained.mixed->scale_loss(loss, *trained.optimizer).backward();
+    want.backward();
+    const auto got = trained.grads();
+    const auto expected = want.grads();
+    for (std::size_t i = 0; i < got.size(); ++i) expect_bitwise_equal(got[i], expected[i]);
+  }
+}
+
+TEST_P(GradientsInTheModel, AreClippedAfterAForwardPassToo) {
+  Training trained = training();
+  trained.backward(100);
+  trained.loss(2);  // to look at it
+  torch::nn::utils::clip_grad_norm_(trained.model->parameters(), 0.25);
+  const double tolerance = 8 * dtype_limits(torch::kBFloat16).epsilon;
+  EXPECT_NEAR(optim::grad_norm(trained.mixed->master_params(*trained.optimizer)), 0.25,
+              tolerance * 0.25);
+}
+
+// optimizer.step() is allowed with a scale of 1; gradients that the model keeps do not add up.
+TEST(GradientsOfTheModel, DoNotAddUpInALoopThatZeroesThemAfterForward) {
+  for (const std::string level : kLevels) {
+    SCOPED_TRACE(level);
+    const Options options = Options(level).dtype(torch::kBFloat16);
+    Training trained(options, sgd(0.5));
+    Training want(options, sgd(0.5));
+    for (std::uint64_t i = 0; i < 3; ++i) {
+      const at::Tensor loss = trained.loss(i);
+      trained.model->zero_grad();
+      trained.mixed->scale_loss(loss, *trained.optimizer).backward();
+      trained.optimizer->step();
+      want.mixed->zero_grad(*want.optimizer);
+      want.backward(1, i);
+      want.optimizer->step();
+    }
+    const auto got = trained.masters();
+    const auto expected = want.masters();
+    for (std::size_t j = 0; j < got.size(); ++j) expect_bitwise_equal(got[j], expected[j]);
+  }
+}
+
 // As in a program that averages gradients over ranks itself.
 TEST_P(GradientsInTheModel, MayBeChangedInPlaceOrReplaced) {
   for (const bool in_place : {true, false}) {

@@ -16,6 +16,7 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace semitone::amp::scaled_loss_test {
@@ -248,9 +249,25 @@ TEST(ScaledLoss, TakesTheGraphOfASecondDerivative) {
   auto scaled = trained.mixed.scale_loss(trained.loss().pow(2), trained.optimizer);
   scaled.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   Trained plain(options("O0"));
-  plain.loss().pow(2).backward();
+  plain.loss().pow(2).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   EXPECT_TRUE(near(trained.grads(), plain.grads(), 0));
-  for (const auto& p : trained.model->parameters()) p.mutable_grad().reset();
+  // The graph is that of the unscaled gradient, too.
+  for (Trained* const one : {&trained, &plain}) {
+    const at::Tensor penalty = one->model->b.grad().pow(2).sum();
+    for (const auto& p : one->model->parameters()) p.mutable_grad().reset();
+    one->mixed.scale_loss(penalty, one->optimizer).backward();
+  }
+  EXPECT_TRUE(near(trained.grads(), plain.grads(), 0));
+}
+
+TEST(ScaledLoss, RefusesTheGraphOfASecondDerivativeWhereThereAreMasters) {
+  for (const std::string scale : {"1", "128"}) {
+    Trained trained(options("O2").loss_scale(scale));
+    auto scaled = trained.mixed.scale_loss(trained.loss().pow(2), trained.optimizer);
+    test::expect_error([&] { scaled.backward({}, /*retain_graph=*/true, /*create_graph=*/true); },
+                       {"[amp.unscale]", "create_graph", "torch::autograd::grad"});
+    for (const auto& p : trained.model->parameters()) EXPECT_FALSE(p.grad().defined());
+  }
 }
 
 TEST(ScaledLoss, MadeBeforeTheScaleMovedItIsUnscaledByItsOwn) {

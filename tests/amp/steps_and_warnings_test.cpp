@@ -211,6 +211,63 @@ TEST(AStepPastMixedPrecision, IsNotUndoneByAChangeOfTheWeights) {
   }
 }
 
+// Without mixed.forward, nothing copies the masters into the model: the loss would be that of the
+// first weights in every step.
+TEST(AStepPastMixedPrecision, IsAnErrorIfTheLossIsOneOfTheWeightsBefore) {
+  for (const auto& kind : test::all_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Training trained(Options("O2").dtype(torch::kBFloat16), kind.make);
+    const auto region = trained.mixed->autocast();
+    const auto backward = [&] {
+      const at::Tensor output = trained.model->forward(torch::ones({4, 12}));
+      amp::scale_loss(output.to(torch::kFloat).pow(2).mean(), *trained.optimizer).backward();
+    };
+    backward();
+    trained.optimizer->step();
+    trained.optimizer->zero_grad();
+    expect_error(backward, {"[amp.master_weights]", "mixed.step(optimizer)", "mixed.forward"});
+    trained.loss();  // updates the model
+    backward();
+    EXPECT_EQ(trained.step(), Step::stepped);
+    trained.optimizer->zero_grad();
+    backward();
+  }
+}
+
+// As in a loop ported from Apex without its braces: the ScaledLoss ends with the loop's body.
+TEST(AStepPastMixedPrecision, IsAnErrorBeforeTheScaledLossEndsToo) {
+  for (const auto& kind : every_optimizer()) {
+    SCOPED_TRACE(kind.name);
+    if (kind.name == "SGD") continue;  // has no state, and its weights are inf at once
+    Training trained(with_scale("O1", torch::kHalf).loss_scale("dynamic"), kind.make);
+    const auto body = [&] {
+      trained.optimizer->zero_grad();
+      auto scaled = trained.mixed->scale_loss(trained.loss(), *trained.optimizer);
+      scaled.value().backward();
+      trained.optimizer->step();
+    };
+    body();
+    EXPECT_THROW(
+        {
+          body();
+          body();
+        },
+        Error);
+  }
+}
+
+TEST(MasterParams, AreRefusedWhileTheirGradientsAreScaled) {
+  for (const std::string level : {"O1", "O2"}) {
+    Training trained(with_scale(level, torch::kHalf), sgd(0.1));
+    auto scaled = trained.mixed->scale_loss(trained.loss(), *trained.optimizer);
+    scaled.value().backward();
+    expect_error([&] { trained.mixed->master_params(*trained.optimizer); },
+                 {"[amp.mixed_precision.master_params]", "call its backward() or finish()"});
+    scaled.finish();
+    trained.mixed->master_params(*trained.optimizer);
+  }
+}
+
 std::string log_of(
     const std::function<void(MixedPrecision&, ToyNet&, torch::optim::Optimizer&)>& run,
     const Options& options) {
@@ -253,6 +310,43 @@ TEST(Warnings, OfABackwardWithoutALossScale) {
     EXPECT_EQ(count(log_of(scaled, Options(level).dtype(torch::kHalf)), warning), 0U) << level;
     EXPECT_EQ(count(log_of(plain, Options(level).dtype(torch::kBFloat16)), warning), 0U) << level;
   }
+}
+
+// The program of O1 in bf16, where both lines may stay.
+TEST(Warnings, OfALoopThatNeverReachesTheMasters) {
+  const auto plain = [](MixedPrecision& mixed, ToyNet& model, torch::optim::Optimizer& optimizer) {
+    for (int i = 0; i < 200; ++i) {
+      optimizer.zero_grad();
+      some_loss(mixed, model).backward();
+      optimizer.step();
+    }
+  };
+  const auto accumulating = [](MixedPrecision& mixed, ToyNet& model,
+                               torch::optim::Optimizer& optimizer) {
+    for (int i = 0; i < 200; ++i) {
+      some_loss(mixed, model).backward();
+      if (i % 32 == 31) mixed.step(optimizer);
+    }
+  };
+  const auto unfinished = [](MixedPrecision& mixed, ToyNet& model,
+                             torch::optim::Optimizer& optimizer) {
+    for (int i = 0; i < 200; ++i) {
+      optimizer.zero_grad();
+      auto scaled = mixed.scale_loss(some_loss(mixed, model), optimizer);
+      scaled.value().backward();
+      optimizer.step();
+    }
+  };
+  const std::string unseen = "do not reach these gradients";
+  for (const auto dtype : kDtypes) {
+    const Options options = Options("O2").dtype(dtype);
+    EXPECT_EQ(count(log_of(plain, options), unseen), 1U);
+    EXPECT_EQ(count(log_of(accumulating, options), unseen), 0U);
+  }
+  EXPECT_EQ(count(log_of(plain, Options("O1")), unseen), 0U);
+  EXPECT_EQ(count(log_of(unfinished, Options("O2").dtype(torch::kHalf)),
+                  "to be called after the ScaledLoss is finished"),
+            1U);
 }
 
 TEST(Warnings, OfAStepWithoutASingleGradient) {

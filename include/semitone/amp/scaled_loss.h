@@ -35,16 +35,17 @@ struct ScaleLossOptions {
 /// GAN therefore zeroes the discriminator's gradients after the generator's loss. If a gradient of
 /// the loss overflows, each optimizer named in scale_loss skips its next step, and the skipped step
 /// updates the loss scale. Another optimizer skips its next step only if it still has these
-/// gradients then, that is, if they were not zeroed.
+/// gradients then, that is, if they were not zeroed. The same holds for models and optimizers of
+/// other MixedPrecision objects that this thread was the last to use, if they have no parameter in
+/// common with this one.
 ///
 /// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
 /// semitone::optim optimizer with a scale of 1, on the CPU and on devices with Semitone's kernels.)
 /// Clipping, averaging over ranks and any other change, in place or by another tensor, therefore
 /// takes effect in the step. (Where gradients are 16-bit, make changes before
-/// MixedPrecision::clip_grad_norm_, whose factor the step applies.) After the next forward() of the
-/// model, `parameter.grad()` is undefined for parameters with a master weight until the next
-/// backward.
+/// MixedPrecision::clip_grad_norm_, whose factor the step applies. The next forward() of the model
+/// makes them fp32.)
 ///
 /// Finish one loss before the next: between value() and finish(), value() of another ScaledLoss of
 /// the same MixedPrecision is an Error (except in plain training: LossScaleOptions::dynamic). A
@@ -59,14 +60,20 @@ class [[nodiscard]] ScaledLoss {
   /// would be destroyed before your backward is done, and the gradients would stay scaled.
   ///
   ///     auto scaled = mixed.scale_loss(loss, optimizer);
-  ///     (scaled.value() + penalty).backward();
+  ///     scaled.value().backward();
   ///     scaled.finish();
+  ///
+  /// finish() divides all gradients by the scale, so other terms are added to the loss before
+  /// scale_loss, not to this value.
   const at::Tensor& value() &;
   const at::Tensor& value() && = delete;  // keep the ScaledLoss, or call its backward()
 
   /// Back-propagates and finishes. If backward throws, the gradients are restored (except in plain
-  /// training) and the exception propagates. Error at a second call.
-  /// @param gradient  for a loss that is not a scalar, as in torch::Tensor::backward
+  /// training) and the exception propagates. Error at a second call, and for a loss of weights that
+  /// a plain optimizer.step() has changed since in their fp32 masters only.
+  /// @param gradient      for a loss that is not a scalar, as in torch::Tensor::backward
+  /// @param create_graph  the gradients can be differentiated. Error where a parameter that gets one
+  ///                      has a master weight
   void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
                 bool create_graph = false);
 

@@ -1,0 +1,168 @@
+// Several MixedPrecision objects whose models meet in one loss.
+
+#include "semitone/amp/initialize.h"
+#include "semitone/core/dtype.h"
+#include "tests/amp/training_idioms_fixture.h"
+#include "tests/support/errors.h"
+#include "tests/support/levels.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp::training_idioms_test {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::expect_close;
+using test::expect_error;
+using test::kDtypes;
+using test::kLevels;
+
+// A layer with an optimizer and an object of its own, in exact powers of two.
+struct Part {
+  Part(const Options& options, const at::Tensor& weight)
+      : layer(torch::nn::LinearOptions(weight.size(1), weight.size(0)).bias(false)) {
+    const at::NoGradGuard no_grad;
+    layer->weight.copy_(weight);
+    optimizer = std::make_unique<torch::optim::SGD>(layer->parameters(), 0.125);
+    mixed = std::make_unique<MixedPrecision>(
+        initialize(layer, *optimizer, Options(options).verbosity(0)));
+  }
+  at::Tensor operator()(const at::Tensor& x) { return mixed->forward(layer, x); }
+  at::Tensor weight() const {
+    return mixed->master_params(*optimizer)[0].detach().to(torch::kFloat).clone();
+  }
+
+  torch::nn::Linear layer;
+  std::unique_ptr<torch::optim::SGD> optimizer;
+  std::unique_ptr<MixedPrecision> mixed;
+};
+
+struct Pair {
+  explicit Pair(const Options& options)
+      : generator(options, torch::eye(4) * 2),
+        critic(options, torch::tensor({{1.0F, 0.5F, 2.0F, 4.0F}})) {}
+
+  // The loop of a GAN, whose optimizers zero gradients at the beginning of their own steps.
+  void train() {
+    for (int i = 0; i < 2; ++i) {
+      critic.optimizer->zero_grad();
+      critic.mixed->scale_loss(critic(torch::ones({1, 4})).sum() * 0.25, *critic.optimizer)
+          .backward();
+      EXPECT_EQ(critic.mixed->step(*critic.optimizer), Step::stepped);
+      generator.optimizer->zero_grad();
+      generator.mixed
+          ->scale_loss(critic(generator(torch::ones({1, 4}))).sum(), *generator.optimizer)
+          .backward();
+      EXPECT_EQ(generator.mixed->step(*generator.optimizer), Step::stepped);
+    }
+  }
+
+  Part generator;
+  Part critic;
+};
+
+TEST(SeveralObjects, TrainAGanAsWithoutMixedPrecision) {
+  Pair plain(Options("O0"));
+  plain.train();
+  for (const std::string level : kLevels) {
+    for (const auto dtype : kDtypes) {
+      for (const std::string scale : {"1", "128", "dynamic"}) {
+        SCOPED_TRACE(level + " " + dtype_name(dtype) + " " + scale);
+        if (level == "O0" && scale != "1") continue;  // the same
+        Pair pair(scaled_by(level, dtype, scale));
+        pair.train();
+        const double rounding = level == "O3" ? 0x1p-7 : 0;  // of 16-bit weights
+        expect_close(pair.critic.weight(), plain.critic.weight(), rounding);
+        expect_close(pair.generator.weight(), plain.generator.weight(), rounding);
+      }
+    }
+  }
+}
+
+// One loss for both, named for one of the optimizers.
+TEST(SeveralObjects, StepOnUnscaledGradientsOfOneLoss) {
+  const auto train = [](Pair& pair) {
+    pair.critic.mixed
+        ->scale_loss(pair.critic(pair.generator(torch::ones({1, 4}))).sum(), *pair.critic.optimizer)
+        .backward();
+    EXPECT_EQ(pair.critic.mixed->step(*pair.critic.optimizer), Step::stepped);
+    EXPECT_EQ(pair.generator.mixed->step(*pair.generator.optimizer), Step::stepped);
+  };
+  Pair plain(Options("O0"));
+  train(plain);
+  for (const std::string level : {"O1", "O2", "O3"}) {
+    SCOPED_TRACE(level);
+    Pair pair(scaled_by(level, torch::kHalf, "128"));
+    train(pair);
+    expect_bitwise_equal(pair.critic.weight(), plain.critic.weight());
+    expect_bitwise_equal(pair.generator.weight(), plain.generator.weight());
+  }
+}
+
+TEST(SeveralObjects, SkipTheStepOfALossThatOverflowed) {
+  for (const std::string level : {"O1", "O2"}) {
+    SCOPED_TRACE(level);
+    Pair pair(scaled_by(level, torch::kHalf, "dynamic"));
+    const at::Tensor before = pair.generator.weight();
+    auto scaled = pair.critic.mixed->scale_loss(
+        pair.critic(pair.generator(torch::ones({1, 4}))).sum(), *pair.critic.optimizer);
+    scaled.value().backward();
+    pair.generator.layer->weight.mutable_grad()[0][0] = kInf;
+    scaled.finish();
+    EXPECT_EQ(pair.critic.mixed->step(*pair.critic.optimizer), Step::stepped);
+    EXPECT_EQ(pair.generator.mixed->step(*pair.generator.optimizer), Step::skipped);
+    expect_bitwise_equal(pair.generator.weight(), before);
+  }
+}
+
+// It would be a race to look at the gradients of an object that another thread uses.
+TEST(SeveralObjects, OfAnotherThreadAreLeftAlone) {
+  Pair pair(scaled_by("O2", torch::kHalf, "128"));
+  std::thread([&] { pair.generator(torch::ones({1, 4})); }).join();
+  pair.generator.layer->weight.mutable_grad() = torch::ones({4, 4}, torch::kHalf);
+  const at::Tensor grad = pair.generator.layer->weight.grad();
+  pair.critic.mixed->scale_loss(pair.critic(torch::ones({1, 4})).sum(), *pair.critic.optimizer)
+      .backward();
+  EXPECT_TRUE(pair.generator.layer->weight.grad().is_same(grad));
+}
+
+TEST(SeveralObjects, MayBeDestroyedDuringABackwardPass) {
+  Part critic(scaled_by("O2", torch::kHalf, "128"), torch::tensor({{1.0F, 0.5F, 2.0F, 4.0F}}));
+  auto other = std::make_unique<Part>(scaled_by("O2", torch::kHalf, "128"), torch::eye(4));
+  auto scaled =
+      critic.mixed->scale_loss(critic((*other)(torch::ones({1, 4}))).sum(), *critic.optimizer);
+  scaled.value().backward();
+  other.reset();
+  scaled.finish();
+  EXPECT_EQ(critic.mixed->step(*critic.optimizer), Step::stepped);
+}
+
+// The second object's masters would push the first one's out of the loop.
+TEST(SeveralObjects, DoNotShareAnOptimizerWithMasters) {
+  torch::nn::Linear encoder(4, 4);
+  torch::nn::Linear decoder(4, 4);
+  std::vector<at::Tensor> all = encoder->parameters();
+  for (const at::Tensor& parameter : decoder->parameters()) all.push_back(parameter);
+  for (const auto& [first, second] :
+       {std::pair{"O2", "O2"}, std::pair{"O2", "O1"}, std::pair{"O1", "O2"}}) {
+    torch::optim::SGD optimizer(all, 0.1);
+    const auto mixed = initialize(encoder, optimizer, Options(first).verbosity(0));
+    expect_error([&] { std::ignore = initialize(decoder, optimizer, Options(second)); },
+                 {"[amp.initialize]", "another MixedPrecision has", "one initialize("});
+    EXPECT_EQ(decoder->weight.scalar_type(), torch::kFloat);
+    encoder->to(torch::kFloat);
+  }
+}
+
+}  // namespace
+}  // namespace semitone::amp::training_idioms_test
