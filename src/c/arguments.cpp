@@ -107,6 +107,8 @@ torch::serialize::InputArchive load_archive(const void* bytes, std::size_t size,
   torch::serialize::InputArchive archive;
   try {
     archive.load_from(static_cast<const char*>(bytes), size);
+  } catch (const std::bad_alloc&) {
+    throw;  // which says nothing about the bytes
   } catch (const std::exception& error) {
     // LibTorch's reader also throws ErrorReport and std::out_of_range.
     throw FileError(function, "the bytes that the function for saving returned", error.what());

@@ -37,7 +37,8 @@ c10::OperatorHandle operator_of(const std::string& name, const char* function) {
 }
 
 c10::IValue value_of(const SemitoneValue& value, const char* function) {
-  if (value.kind >= SEMITONE_VALUE_TENSORS && value.count > 0) {
+  const bool is_list = value.kind >= SEMITONE_VALUE_TENSORS && value.kind <= SEMITONE_VALUE_DOUBLES;
+  if (is_list && value.count > 0) {
     require_pointer(value.value.tensors, "list of values", function);
     constexpr std::size_t kMost = PTRDIFF_MAX / sizeof(std::int64_t);
     if (value.count > kMost)

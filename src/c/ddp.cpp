@@ -4,8 +4,12 @@
 #include "src/c/handles.h"
 #include "src/c/options.h"
 
+#include <c10/core/GradMode.h>
+
+#include <cstddef>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -18,6 +22,8 @@ using namespace semitone::c;  // NOLINT(google-build-using-namespace)
 struct SemitoneDdp {
   static constexpr const char* kType = "SemitoneDdp";
   ReplicaSync sync;
+  bool searches_outputs;    // of each forward, for parameters that it does not use
+  bool in_forward = false;  // begin_forward was called, and end_forward was not
   std::vector<NoSync> no_sync = {};
 };
 
@@ -26,18 +32,29 @@ SemitoneStatus semitone_ddp_create(const SemitoneGroup* group, const char* const
                                    const SemitoneTensor* const* buffers, size_t buffer_count,
                                    const SemitoneOption* options, size_t option_count,
                                    SemitoneDdp** ddp) {
-  return run(__func__, [&](const char* function) {
+  return run_without_casts(__func__, [&](const char* function) {
     require_pointer(ddp, "pointer for the object", function);
-    ModelTensors model;
-    const std::vector<std::string> all_names = names_of(names, count, function);
     const std::vector<at::Tensor> tensors = tensors_of(parameters, count, function);
-    for (std::size_t i = 0; i < count; ++i) model.parameters.push_back({all_names[i], tensors[i]});
-    for (const at::Tensor& buffer : tensors_of(buffers, buffer_count, function))
-      model.buffers.push_back({"buffer " + std::to_string(model.buffers.size()), buffer});
+    const std::vector<at::Tensor> all_buffers = tensors_of(buffers, buffer_count, function);
+    const std::vector<std::string> all_names = names_of(names, count, function);
+    ModelTensors model;
+    // Each tensor once, as in C++: tied weights are in a list twice.
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (seen.insert(tensors[i].unsafeGetTensorImpl()).second)
+        model.parameters.push_back({all_names[i], tensors[i]});
+    }
+    for (std::size_t i = 0; i < buffer_count; ++i) {
+      if (seen.insert(all_buffers[i].unsafeGetTensorImpl()).second)
+        model.buffers.push_back({"buffer " + std::to_string(i), all_buffers[i]});
+    }
     const auto ddp_options = with_options(semitone::parallel::DistributedDataParallelOptions(),
                                           options, option_count, function);
+    const bool searches_outputs =
+        ddp_options.find_unused_parameters() && !ddp_options.static_graph();
     give(std::make_unique<SemitoneDdp>(
-             ReplicaSync(std::move(model), group_of(group, function), ddp_options)),
+             ReplicaSync(std::move(model), group_of(group, function), ddp_options),
+             searches_outputs),
          ddp);
   });
 }
@@ -47,15 +64,31 @@ SemitoneStatus semitone_ddp_destroy(SemitoneDdp* ddp) {
 }
 
 SemitoneStatus semitone_ddp_begin_forward(SemitoneDdp* ddp) {
-  return run(__func__, [&](const char* function) { get(ddp, function).sync.before_forward(); });
+  return run_without_casts(__func__, [&](const char* function) {
+    SemitoneDdp& self = get(ddp, function);
+    self.in_forward = false;
+    self.sync.before_forward();
+    self.in_forward = true;
+  });
 }
 
 SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const* outputs,
                                         size_t count) {
-  return run(__func__, [&](const char* function) {
-    ReplicaSync& sync = get(ddp, function).sync;
-    const std::vector<at::Tensor> replaced =
-        sync.after_forward(tensors_of(outputs, count, function));
+  return run_without_casts(__func__, [&](const char* function) {
+    SemitoneDdp& self = get(ddp, function);
+    std::vector<at::Tensor> tensors = tensors_of(outputs, count, function);
+    if (!self.in_forward) {
+      throw Error(function, "semitone_ddp_begin_forward() to be called before", "no call",
+                  "call it before each forward");
+    }
+    // Otherwise all parameters would count as unused, and their gradients would end the training.
+    if (tensors.empty() && self.searches_outputs && c10::GradMode::is_enabled() &&
+        self.no_sync.empty()) {
+      throw Error(function, "the forward's tensors, in which find_unused_parameters searches",
+                  "an empty list", "pass what the loss is computed from, or set static_graph too");
+    }
+    self.in_forward = false;
+    const std::vector<at::Tensor> replaced = self.sync.after_forward(std::move(tensors));
     for (std::size_t i = 0; i < count; ++i) tensor_of(outputs[i], function) = replaced[i];
   });
 }

@@ -91,7 +91,7 @@ SemitoneStatus semitone_group_size(const SemitoneGroup* group, int32_t* size) {
 
 SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTensor* const* tensors,
                                          size_t count, int32_t op) {
-  return run(__func__, [&](const char* function) {
+  return run_without_casts(__func__, [&](const char* function) {
     const Group& ranks = group_of(group, function);
     if (op < SEMITONE_REDUCE_SUM || op > SEMITONE_REDUCE_PRODUCT) {
       throw Error(function, "a reduction, SEMITONE_REDUCE_SUM …",
@@ -119,7 +119,7 @@ SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTen
 
 SemitoneStatus semitone_group_broadcast(const SemitoneGroup* group, SemitoneTensor* const* tensors,
                                         size_t count, int32_t root) {
-  return run(__func__, [&](const char* function) {
+  return run_without_casts(__func__, [&](const char* function) {
     const Group& ranks = group_of(group, function);
     if (root < 0 || root >= ranks.size()) {
       throw Error(function, "a rank below " + std::to_string(ranks.size()), std::to_string(root));

@@ -4,6 +4,7 @@
 
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 
 namespace semitone::c {
@@ -39,8 +40,8 @@ void require_handle(const void* handle, const char* type, const char* function) 
     throw Error(function, std::string("a ") + type,
                 "a pointer that is no handle, or a handle that was destroyed");
   }
-  // The names are constants, one a type.
-  if (found != type) throw Error(function, std::string("a ") + type, std::string("a ") + found);
+  if (std::string_view(found) != type)
+    throw Error(function, std::string("a ") + type, std::string("a ") + found);
 }
 
 void remove_handle(const void* handle) noexcept {

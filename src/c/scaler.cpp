@@ -55,7 +55,7 @@ SemitoneStatus semitone_scaler_set_options(SemitoneScaler* scaler, const Semiton
 
 SemitoneStatus semitone_scaler_scale(SemitoneScaler* scaler, const SemitoneTensor* loss,
                                      SemitoneTensor** scaled) {
-  return run(__func__, [&](const char* function) {
+  return run_without_casts(__func__, [&](const char* function) {
     require_pointer(scaled, "pointer for the scaled loss", function);
     *scaled = new_tensor(get(scaler, function).scaler.scale(tensor_of(loss, function)));
   });
@@ -64,7 +64,7 @@ SemitoneStatus semitone_scaler_scale(SemitoneScaler* scaler, const SemitoneTenso
 SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
                                        const SemitoneTensor* const* parameters, size_t count,
                                        int32_t* found_inf) {
-  return run(__func__, [&](const char* function) {
+  return run_without_casts(__func__, [&](const char* function) {
     require_pointer(found_inf, "pointer for found_inf", function);
     SemitoneScaler& self = get(scaler, function);
     std::vector<at::Tensor> tensors = tensors_of(parameters, count, function);
@@ -145,7 +145,10 @@ SemitoneStatus semitone_scaler_set_group(SemitoneScaler* scaler, const SemitoneG
       return;
     }
     self.set_found_inf_hook([ranks = group_of(group, function)](at::Tensor& found_inf) {
-      ranks.all_reduce(found_inf, semitone::comm::ReduceOp::max);
+      // The gradients may be on a device that the group does not take: a GPU, with gloo.
+      at::Tensor flag = found_inf.to(ranks.device());
+      ranks.all_reduce(flag, semitone::comm::ReduceOp::max);
+      if (!flag.is_same(found_inf)) found_inf.copy_(flag);
     });
   });
 }

@@ -48,6 +48,8 @@ SemitoneStatus note_error(const std::exception_ptr& error) noexcept {
     return keep_message(SEMITONE_FILE_ERROR, file_error.what());
   } catch (const Error& own_error) {
     return keep_message(SEMITONE_ERROR, own_error.what());
+  } catch (const c10::OutOfMemoryError& no_memory) {
+    return keep_message(SEMITONE_OTHER_ERROR, no_memory.what_without_backtrace());
   } catch (const c10::Error& libtorch_error) {
     return keep_message(SEMITONE_LIBTORCH_ERROR, libtorch_error.what_without_backtrace());
   } catch (const std::exception& other) {
@@ -60,8 +62,9 @@ SemitoneStatus note_error(const std::exception_ptr& error) noexcept {
 }  // namespace semitone::c
 
 const char* semitone_version() {
-  static const std::string version(semitone::version());
-  return version.c_str();
+  // Never destroyed: programs may ask for it while they end.
+  static const auto* const version = new std::string(semitone::version());
+  return version->c_str();
 }
 
 const char* semitone_libtorch_version() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/autocast/autocast.h"
 #include "semitone/c/semitone.h"
 
 #include <exception>
@@ -20,6 +21,16 @@ SemitoneStatus run(const char* function, Body&& body) noexcept {
   } catch (...) {
     return note_error(std::current_exception());
   }
+}
+
+// run() for a body whose operators are not the caller's: the policy of a region of the caller would
+// lower or ban them.
+template <typename Body>
+SemitoneStatus run_without_casts(const char* function, Body&& body) noexcept {
+  return run(function, [&](const char* name) {
+    const amp::DisableCasts as_outside;
+    std::forward<Body>(body)(name);
+  });
 }
 
 }  // namespace semitone::c

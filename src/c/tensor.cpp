@@ -146,6 +146,10 @@ SemitoneStatus semitone_tensor_set_grad(SemitoneTensor* tensor, const SemitoneTe
       return;
     }
     const at::Tensor& value = tensor_of(grad, function);
+    if (value.is_same(target)) {
+      throw Error(function, "a gradient that is another tensor", "the tensor itself",
+                  "pass a copy (detach and clone)");
+    }
     if (value.sizes() != target.sizes() || value.scalar_type() != target.scalar_type() ||
         value.device() != target.device()) {
       throw Error(

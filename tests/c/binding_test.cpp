@@ -3,6 +3,8 @@
 
 #include "semitone/c/semitone.h"
 
+#include <c10/util/Exception.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -64,6 +66,25 @@ TEST(LastError, IsThereWhileAThreadEnds) {
   }).join();
   EXPECT_EQ(LastUse::status, SEMITONE_ERROR);
   EXPECT_FALSE(LastUse::is_empty);
+}
+
+// An operator that fails as LibTorch does when a GPU has no memory left.
+TORCH_LIBRARY(semitone_binding_test, library) {
+  library.def("out_of_memory(Tensor x) -> Tensor", [](const at::Tensor& x) {
+    TORCH_CHECK_WITH(OutOfMemoryError, !x.defined(), "no memory left");
+    return x;
+  });
+}
+
+TEST(LastError, LackOfGpuMemoryIsAnotherError) {
+  at::Tensor x = torch::ones({1});
+  SemitoneValue argument = {};
+  argument.kind = SEMITONE_VALUE_TENSOR;
+  argument.value.tensor = pointer_to(x);
+  EXPECT_EQ(
+      semitone_call("semitone_binding_test::out_of_memory", &argument, 1, nullptr, 0, nullptr),
+      SEMITONE_OTHER_ERROR);
+  EXPECT_THAT(semitone_last_error(), HasSubstr("no memory left"));
 }
 
 class Region {

@@ -194,8 +194,10 @@ static void test_calls_with_values_of_no_kind(void) {
   value.kind = 77;
   CHECK_FAILS(semitone_call("aten::t", &value, 1, NULL, 0, NULL), SEMITONE_ERROR,
               "expected a kind of value, SEMITONE_VALUE_TENSOR …, got the number 77");
+  value.count = 3; /* the kind is wrong, not the list without a pointer */
+  CHECK_FAILS(semitone_call("aten::t", &value, 1, NULL, 0, NULL), SEMITONE_ERROR,
+              "expected a kind of value, SEMITONE_VALUE_TENSOR …, got the number 77");
   value.kind = SEMITONE_VALUE_INTS;
-  value.count = 3;
   CHECK_FAILS(semitone_call("aten::t", &value, 1, NULL, 0, NULL), SEMITONE_ERROR,
               "expected a list of values, got a null pointer");
 }

@@ -149,6 +149,8 @@ class TensorsTest(unittest.TestCase):
         self.assertEqual(tensor.grad.values(), [7, 8])
         with self.assertRaisesRegex(SemitoneError, "expected a gradient of the tensor's sizes"):
             tensor.grad = Tensor.floats([7])
+        with self.assertRaisesRegex(SemitoneError, "expected a gradient that is another tensor, got the tensor itself"):
+            tensor.grad = tensor
         tensor.grad = None
         self.assertIsNone(tensor.grad)
 
@@ -373,7 +375,7 @@ class ScalersTest(unittest.TestCase):
                     scaler.get("unscale", ctypes.c_int32, *c.tensor_list([good, expanded]))
                 self.assertEqual(good.grad.values(), [8])
 
-    def test_damaged_states_are_file_errors(self):
+    def test_a_damaged_state_is_loaded_or_an_error_of_semitone(self):
         with c.scaler() as scaler:
             state = scaler.saved()
             draw = random.Random(7)
@@ -385,6 +387,12 @@ class ScalersTest(unittest.TestCase):
                     scaler.load(bytes(damaged), ctypes.c_size_t(len(damaged)))
                 except SemitoneError as error:
                     self.assertIn(error.status, (c.FILE_ERROR, c.ERROR), str(error))
+
+    def test_the_region_of_the_caller_does_not_lower_the_scaled_loss(self):
+        with c.policy() as policy, c.scaler(init_scale=2.0**24) as scaler:
+            policy.set("mul", ctypes.c_int32(0))
+            with c.region(policy):
+                self.assertEqual(self.scaled(scaler).values(), [2.0**24])
 
     def test_an_overflow_backs_the_scale_off(self):
         with c.scaler(init_scale=8) as scaler:
@@ -510,6 +518,38 @@ class MastersTest(unittest.TestCase):
         self.masters.sync()
         self.assertEqual(self.trained[0].values(), [9, 9])
 
+    def test_the_region_of_the_caller_does_not_lower_masters(self):
+        with no_grad():
+            op("aten::add_.Scalar", self.trained[0], 2.0**-12)
+            self.masters.write_model()
+            op("aten::fill_.Scalar", op("aten::narrow", self.low, 0, 1, 1), 9)
+        with c.policy() as policy:
+            policy.set("where", ctypes.c_int32(0))
+            with c.region(policy):
+                self.masters.sync()
+        self.assertEqual(self.trained[0].values(), [1 + 2.0**-12, 9])
+
+    def test_parameters_that_are_unfrozen_too_late_are_refused(self):
+        frozen = op("aten::to.dtype", Tensor.floats([1, 2]), FLOAT16)
+        with Handle("masters", *c.tensor_list([self.full, frozen])) as masters:
+            state = masters.saved()
+            frozen.require_grad()
+            frozen.grad = op("aten::to.dtype", Tensor.floats([5, 6]), FLOAT16)
+            for call in (masters.sync, lambda: masters.load(state, ctypes.c_size_t(len(state)))):
+                with self.assertRaisesRegex(SemitoneError, "none for the parameter in place 1 of 2.* — destroy the masters"):
+                    call()
+            # The caller's optimizer has the parameter itself, and finds the gradient there.
+            masters.take_gradients()
+            self.assertEqual(frozen.grad.values(), [5, 6])
+        with Handle("masters", *c.tensor_list([self.full, frozen])) as masters:
+            masters.sync()
+
+    def test_gradients_do_not_come_back_when_masters_end(self):
+        self.low.grad = op("aten::to.dtype", Tensor.floats([5, 6]), FLOAT16)
+        self.masters.take_gradients()
+        self.masters.close()
+        self.assertIsNone(self.low.grad)
+
     def test_the_state_is_saved(self):
         with no_grad():
             op("aten::add_.Scalar", self.trained[0], 2.0**-12)
@@ -537,7 +577,9 @@ class SingleProcessTest(unittest.TestCase):
         with Handle("group", None, None, ctypes.c_double(0)) as group:
             self.assertEqual((group.get("rank", ctypes.c_int32), group.get("size", ctypes.c_int32)), (0, 1))
             group.barrier()
+            none = (None, ctypes.c_size_t(0))
             for expected, call in [
+                ("expected a list of tensors, got a null", lambda: Handle("ddp", group, None, None, ctypes.c_size_t(2**62), *none, *none)),
                 ("expected a reduction", lambda: group.all_reduce(None, ctypes.c_size_t(0), ctypes.c_int32(9))),
                 ("expected a rank below 1, got 1", lambda: group.broadcast(None, ctypes.c_size_t(0), ctypes.c_int32(1))),
             ]:

@@ -37,6 +37,14 @@ class GroupTest(unittest.TestCase):
         GROUP.broadcast(*listed(tensors), ctypes.c_int32(1))
         self.assertEqual([tensor.values() for tensor in tensors], [[1, 8], [1]])
 
+    def test_the_region_of_the_caller_does_not_lower_what_is_sent(self):
+        tensor = Tensor.floats([1e6])
+        with c.policy() as policy:
+            policy.set("cat", ctypes.c_int32(0))
+            with c.region(policy):
+                GROUP.all_reduce(*listed([tensor]), ctypes.c_int32(1))
+        self.assertEqual(tensor.values(), [1e6])
+
     def test_ranks_that_disagree_are_an_error(self):
         tensors = [Tensor.floats([0] * (1 + RANK))]
         with self.assertRaises(SemitoneError) as raised:
@@ -90,6 +98,51 @@ class DdpTest(unittest.TestCase):
         self.assertEqual(weights[0].grad.values(), [1.5, 3])
         self.assertIsNone(weights[1].grad)
         ddp.close()
+
+    def test_an_empty_list_cannot_be_searched(self):
+        none = (None, ctypes.c_size_t(0))
+        for options, is_error in (({"find_unused_parameters": 1}, True), ({"delay_allreduce": 1}, False), ({}, False)):
+            ddp, weights, _ = self.model(**options)
+            ddp.begin_forward()
+            output = op("aten::addmm", weights[1], Tensor.floats([1 + RANK, 3], 1, 2), op("aten::t", weights[0]))
+            if is_error:
+                with self.assertRaisesRegex(SemitoneError, "find_unused_parameters searches, got an empty list — pass what"):
+                    ddp.end_forward(*none)
+            ddp.end_forward(*(listed([output]) if is_error else none))
+            op("aten::sum", output).backward()
+            self.assertEqual([weight.grad.values() for weight in weights], [[1.5, 3], [1]])
+            with no_grad():  # as in an evaluation
+                ddp.begin_forward()
+                ddp.end_forward(*none)
+            ddp.close()
+
+    def test_the_order_of_calls_is_checked(self):
+        ddp, weights, _ = self.model()
+        output = Tensor.floats([1])
+        for _ in range(2):
+            with self.assertRaisesRegex(SemitoneError, r"expected semitone_ddp_begin_forward\(\) to be called before, got no call"):
+                ddp.end_forward(*listed([output]))
+            self.loss(ddp, weights).backward()
+        ddp.close()
+
+    def test_tied_weights_count_once(self):
+        for options in ({}, {"delay_allreduce": 1}, {"gradient_as_bucket_view": 1}):
+            weights = [Tensor.floats([1 + RANK, 2], 1, 2).require_grad(), Tensor.floats([RANK]).require_grad()]
+            buffers = [Tensor.floats([RANK])] * 2 + weights[:1]
+            ddp = Handle("ddp", GROUP, c.names_list(["weight", "bias", "tied"]), *listed([*weights, weights[1]]), *listed(buffers),
+                         *c.options_list(**options))
+            for _ in range(2):
+                for weight in weights:
+                    weight.grad = None
+                self.loss(ddp, weights).backward()
+                self.assertEqual([weight.grad.values() for weight in weights], [[1.5, 3], [1]])
+            if not options:  # the bias has no gradient: the next forward says so, once
+                for weight in weights:
+                    weight.grad = None
+                self.loss(ddp, weights, unused=True).backward()
+                with self.assertRaisesRegex(SemitoneError, f"got none for 'bias' on rank {RANK}"):
+                    ddp.begin_forward()
+            ddp.close()
 
     def test_gradients_accumulate_without_communication(self):
         ddp, weights, _ = self.model()

@@ -35,6 +35,7 @@ sealed class SmallTensor
     {
         var data = new float[1];
         Native.Check(Native.semitone_tensor_read(Handle, data, Native.Size(4)));
+        GC.KeepAlive(this);
         return data[0];
     }
 }

@@ -1,3 +1,4 @@
+import java.lang.ref.Reference;
 import java.util.Map;
 import org.bytedeco.javacpp.Pointer;
 import org.bytedeco.pytorch.LinearImpl;
@@ -29,7 +30,7 @@ public final class WithPytorch {
     LinearImpl layer = new LinearImpl(784, 10);
     TensorVector vector = layer.parameters();
     SGD optimizer = new SGD(vector, new SGDOptions(0.1));
-    Tensor[] parameters = vector.get();  // keeps the C++ tensors alive
+    Tensor[] parameters = vector.get();
     long[] addresses = new long[parameters.length];
     for (int i = 0; i < parameters.length; ++i) addresses[i] = parameters[i].address();
     Tensor images = torch.rand(64, 784);
@@ -51,5 +52,8 @@ public final class WithPytorch {
         System.out.printf("loss %f, scale %f%n", loss.item_float(), scaler.getScale());
       }
     }
+    // The C++ tensors are elements of the vector, and `addresses` does not keep them alive.
+    Reference.reachabilityFence(vector);
+    Reference.reachabilityFence(parameters);
   }
 }

@@ -133,11 +133,14 @@ impl Drop for Policy {
 }
 
 /// Until it is dropped, operators of this thread run under the policy. The pointer in it keeps it on
-/// its thread: it is not `Send`.
+/// its thread: it is not `Send`. A region that is dropped before one inside it stays in force, with a
+/// message on stderr.
 pub struct Region(*mut RawRegion, PhantomData<*const ()>);
 impl Drop for Region {
     fn drop(&mut self) {
-        unsafe { semitone_region_exit(self.0) };
+        if let Err(error) = check(unsafe { semitone_region_exit(self.0) }) {
+            eprintln!("{error}");
+        }
     }
 }
 
@@ -284,11 +287,18 @@ pub fn call(op: &str, arguments: &[Value]) -> Result<Tensor> {
     Ok(Tensor(result))
 }
 
+/// Sets grad mode when it is dropped, also by a panic.
+struct GradMode(i32);
+impl Drop for GradMode {
+    fn drop(&mut self) {
+        unsafe { semitone_set_grad_enabled(self.0, null_mut()) };
+    }
+}
+
 /// Runs a function whose operators autograd does not record.
 pub fn no_grad<T>(body: impl FnOnce() -> T) -> T {
     let mut before = 0;
     unsafe { semitone_set_grad_enabled(0, &mut before) };
-    let result = body();
-    unsafe { semitone_set_grad_enabled(before, null_mut()) };
-    result
+    let _restored = GradMode(before);
+    body()
 }

@@ -40,7 +40,8 @@
 extern "C" {
 #endif
 
-/// The result of a call. Values are not reused for other meanings in later versions.
+/// The result of a call. Values are not reused for other meanings in later versions. If LibTorch
+/// finds no memory on the CPU, it says so by an error like its others: SEMITONE_LIBTORCH_ERROR.
 typedef int32_t SemitoneStatus;  // NOLINT(modernize-use-using)
 enum {
   SEMITONE_OK = 0,
@@ -49,7 +50,7 @@ enum {
   SEMITONE_COMM_ERROR = 3,      ///< a rank is lost or late: CommError
   SEMITONE_DIVERGED_ERROR = 4,  ///< too many consecutive skipped steps: DivergedError
   SEMITONE_LIBTORCH_ERROR = 5,  ///< an error of LibTorch, such as shapes that do not match
-  SEMITONE_OTHER_ERROR = 6      ///< anything else, such as lack of memory
+  SEMITONE_OTHER_ERROR = 6      ///< anything else, such as lack of memory on a GPU
 };
 
 /// Dtypes have the numbers of LibTorch's c10::ScalarType, as in the other bindings. Only these can
@@ -113,9 +114,11 @@ SemitoneStatus semitone_tensor_read(const SemitoneTensor* tensor, void* data, si
 SemitoneStatus semitone_tensor_set_requires_grad(SemitoneTensor* tensor, int32_t requires_grad);
 /// Returns the gradient, or null if there is none. It is the gradient itself, not a copy.
 SemitoneStatus semitone_tensor_grad(const SemitoneTensor* tensor, SemitoneTensor** grad);
-/// Replaces the gradient; null drops it.
+/// Replaces the gradient; null drops it. Error unless it is another tensor, of the same sizes,
+/// dtype and device.
 SemitoneStatus semitone_tensor_set_grad(SemitoneTensor* tensor, const SemitoneTensor* grad);
-/// Runs the backward pass of a tensor with one element.
+/// Runs the backward pass of a tensor with one element. After an error, gradients may be changed in
+/// part.
 SemitoneStatus semitone_tensor_backward(const SemitoneTensor* tensor);
 /// Sets whether operators on this thread are recorded for backward. `before` gets the previous
 /// value; it may be null.
@@ -156,7 +159,8 @@ typedef struct SemitoneValue {
 /// `results` gets new tensors. Error if there are more than `capacity`, and for results that are no
 /// tensors. An undefined tensor is null. With a capacity of 0 the results are dropped; this also
 /// serves operators that write to an argument ("aten::add_.Tensor"). Lists among the results are
-/// flattened; if they do not fit, the operator has run.
+/// flattened. If these do not fit, or if a result is no tensor, the operator has run. After an
+/// error of the operator itself, arguments that it writes to may be changed in part.
 /// @param count  number of results that were written; may be null
 SemitoneStatus semitone_call(const char* op, const SemitoneValue* arguments, size_t argument_count,
                              SemitoneTensor** results, size_t capacity, size_t* count);
@@ -240,7 +244,7 @@ SemitoneStatus semitone_scaler_scale(SemitoneScaler* scaler, const SemitoneTenso
 /// values stay in the gradients until these are cleared. Clip after this call, and step after that.
 ///
 /// Error if semitone_scaler_scale() was never called, for a parameter that was in a list since the
-/// last semitone_scaler_update(), and for an expanded gradient. After a CommError of the scaler's
+/// last semitone_scaler_update(), and for an expanded gradient. After any error of the scaler's
 /// group the gradients are unscaled: end the training. Several optimizers need one call each;
 /// a skip of one does not concern the others. Reads once from the device.
 SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
@@ -256,7 +260,8 @@ SemitoneStatus semitone_scaler_get_scale(const SemitoneScaler* scaler, double* s
 SemitoneStatus semitone_scaler_set_scale(SemitoneScaler* scaler, double scale);
 /// Returns how many calls of semitone_scaler_unscale() found an inf or NaN.
 SemitoneStatus semitone_scaler_skipped_steps(const SemitoneScaler* scaler, int64_t* steps);
-/// Sets the names of parameters in messages. Names null: "0", "1" and so on.
+/// Adds names of parameters for messages. A parameter that has a name keeps it. Names null: "0",
+/// "1" and so on.
 SemitoneStatus semitone_scaler_name_parameters(SemitoneScaler* scaler, const char* const* names,
                                                const SemitoneTensor* const* parameters,
                                                size_t count);
@@ -267,6 +272,11 @@ SemitoneStatus semitone_scaler_set_group(SemitoneScaler* scaler, const SemitoneG
 /// Saves options, scale and counters, to continue bit for bit: `bytes` is freed with
 /// semitone_free(). Error between semitone_scaler_unscale() and semitone_scaler_update().
 SemitoneStatus semitone_scaler_save(const SemitoneScaler* scaler, char** bytes, size_t* size);
+/// Loads what semitone_scaler_save() returned. Only bytes that cannot be read, and values that no
+/// scaler has, are an error: LibTorch compares no checksums, so other damage is loaded. If you keep
+/// states in files, keep a checksum with each. As every archive of LibTorch, the bytes can contain
+/// code that runs while they are loaded: take them only from a source that you trust as you trust a
+/// program (docs/security.md).
 SemitoneStatus semitone_scaler_load(SemitoneScaler* scaler, const void* bytes, size_t size);
 
 // Master weights: amp::MasterWeights.
@@ -275,10 +285,13 @@ SemitoneStatus semitone_scaler_load(SemitoneScaler* scaler, const void* bytes, s
 /// masters, and the model gets the rounded values. The object keeps references to the parameters.
 SemitoneStatus semitone_masters_create(const SemitoneTensor* const* parameters, size_t count,
                                        SemitoneMasters** masters);
+/// Drops the masters with their gradients. The parameters keep their values, and gradients that
+/// semitone_masters_take_gradients() has not moved.
 SemitoneStatus semitone_masters_destroy(SemitoneMasters* masters);
-/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master of
-/// a 16-bit parameter that required a gradient in semitone_masters_create(), and every other
-/// parameter itself. They are new pointers to the same tensors, with the same gradients. Error unless `count` is the number of parameters.
+/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master
+/// of a 16-bit parameter that required a gradient in semitone_masters_create(), and every other
+/// parameter itself. They are new pointers to the same tensors, with the same gradients. Error
+/// unless `count` is the number of parameters.
 SemitoneStatus semitone_masters_list(const SemitoneMasters* masters, SemitoneTensor** tensors,
                                      size_t count);
 /// Moves gradients from the model to the masters, as they are: adds each to its master's, in fp32,
@@ -292,9 +305,20 @@ SemitoneStatus semitone_masters_clear_gradients(SemitoneMasters* masters);
 SemitoneStatus semitone_masters_write_model(SemitoneMasters* masters);
 /// Copies parameters that were written to from outside (loaded, clamped) to their masters.
 /// Unchanged elements keep their exact value.
+///
+/// Error if a 16-bit parameter that was frozen in semitone_masters_create() requires a gradient
+/// now: it needs a master, which your optimizer does not have. Destroy the masters and create them
+/// anew, or unfreeze parameters before semitone_masters_create(). Also an error, with the
+/// parameters before it copied, for a parameter whose shape has changed, and for one that was
+/// changed in place between the optimizer's step and semitone_masters_write_model().
 SemitoneStatus semitone_masters_sync(SemitoneMasters* masters);
-/// Saves and loads the masters bit for bit, by their places in the list.
+/// Saves the masters bit for bit, by their places in the list: `bytes` is freed with
+/// semitone_free().
 SemitoneStatus semitone_masters_save(const SemitoneMasters* masters, char** bytes, size_t* size);
+/// Loads what semitone_masters_save() returned, and rounds the masters into their parameters. Error
+/// for the masters of another list, and for an unfrozen parameter as in semitone_masters_sync().
+/// Bytes that can be read are loaded even if they are damaged, and they can contain code: keep a
+/// checksum, and load only what you trust as you trust a program, as in semitone_scaler_load().
 SemitoneStatus semitone_masters_load(SemitoneMasters* masters, const void* bytes, size_t size);
 
 // Several processes: comm::Group and parallel::DistributedDataParallel.
@@ -314,7 +338,8 @@ enum {
 };
 
 /// Performs the rendezvous and creates the group of all processes: comm::init. Blocks until all
-/// have arrived.
+/// have arrived. With several processes, it makes the process ignore SIGPIPE, unless the program
+/// has a handler for it. A lost rank is therefore an error in the others, and no signal ends them.
 /// @param url  "env://", "tcp://HOST:PORT?rank=R&world_size=N" or
 /// "file:///PATH?rank=R&world_size=N"; null: "env://"
 /// @param backend  "gloo", "nccl" or "auto"; null: "auto"
@@ -329,7 +354,7 @@ SemitoneStatus semitone_group_size(const SemitoneGroup* group, int32_t* size);
 /// part. Autograd does not record it.
 SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTensor* const* tensors,
                                          size_t count, int32_t op);
-/// Copies the tensors of a rank to all ranks.
+/// Copies the tensors of a rank to all ranks. After an error they may be changed in part.
 SemitoneStatus semitone_group_broadcast(const SemitoneGroup* group, SemitoneTensor* const* tensors,
                                         size_t count, int32_t root);
 /// Returns when all ranks have called it.
@@ -338,8 +363,10 @@ SemitoneStatus semitone_group_barrier(const SemitoneGroup* group);
 /// Creates a DistributedDataParallel for the parameters and buffers of a model: makes them equal to
 /// rank 0's, and lets backward average the gradients over the ranks. Collective; each rank passes
 /// the same names. The checks, the options and the errors are those of C++
-/// (parallel/distributed_data_parallel.h). Create masters and optimizers after it. The object keeps
-/// references to the tensors and to the group.
+/// (parallel/distributed_data_parallel.h), but sparse gradients are not supported. A tensor that is
+/// in the lists twice (a tied weight) counts once, under its first name. After an error the tensors
+/// may be rank 0's already. Create masters and optimizers after it. The object keeps references to
+/// the tensors and to the group.
 /// @param names  of the parameters, for messages; null: their numbers
 /// @param buffers  set to rank 0's before each forward; may be empty
 /// @param options  by the names of DistributedDataParallelOptions: bucket_cap_mb, first_bucket_mb,
@@ -351,11 +378,15 @@ SemitoneStatus semitone_ddp_create(const SemitoneGroup* group, const char* const
                                    const SemitoneOption* options, size_t option_count,
                                    SemitoneDdp** ddp);
 SemitoneStatus semitone_ddp_destroy(SemitoneDdp* ddp);
-/// Call it before each forward of the model whose gradients are to be averaged.
+/// Call it before each forward of the model whose gradients are to be averaged, also when a step is
+/// repeated after an error. After an error of this function, buffers may be rank 0's already.
 SemitoneStatus semitone_ddp_begin_forward(SemitoneDdp* ddp);
 /// Call it after the forward, with the tensors that it returned. Each at::Tensor may be replaced by
-/// one that leads autograd through the reduction, so compute the loss from these afterwards. The
-/// list may be empty, except with find_unused_parameters.
+/// one that leads autograd through the reduction, so compute the loss from these afterwards. Error
+/// unless semitone_ddp_begin_forward() was called since the last call. The list may be empty, except
+/// with find_unused_parameters and without static_graph: the search starts at these tensors, so an
+/// empty list is an error. It is none with grad mode off, nor between semitone_ddp_begin_no_sync()
+/// and semitone_ddp_end_no_sync().
 SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const* outputs,
                                         size_t count);
 /// Between these two calls, backward passes add to each rank's own gradients, without
