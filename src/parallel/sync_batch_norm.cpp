@@ -145,7 +145,8 @@ bool convert_layer(torch::nn::Module& module, const comm::Group& group) {
   }
   return convert_if<torch::nn::BatchNorm1dImpl>(module, group) ||
          convert_if<torch::nn::BatchNorm2dImpl>(module, group) ||
-         convert_if<torch::nn::BatchNorm3dImpl>(module, group);
+         convert_if<torch::nn::BatchNorm3dImpl>(module, group) ||
+         convert_if<nn::FusedBatchNormImpl>(module, group);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -173,6 +174,40 @@ TEST(ConvertSyncBatchNorm, HoldsForLayersWithoutParametersOrStatistics) {
         convert_sync_batchnorm(*layer, comm::Group());
         EXPECT_FALSE(is_synchronised(layer, group, torch::kDouble));
         EXPECT_EQ(layer->weight.defined(), affine);
+      }
+    }
+  });
+}
+
+TEST(ConvertSyncBatchNorm, TakesFusedLayers) {
+  run_ranks(2, [](Rank&) {
+    const comm::Group group = comm::init();
+    for (const bool affine : {false, true}) {
+      for (const bool statistics : {false, true}) {
+        SCOPED_TRACE(c10::str("affine ", affine, ", statistics ", statistics));
+        const auto options =
+            nn::FusedBatchNormOptions(3).affine(affine).track_running_stats(statistics).relu(true);
+        nn::FusedBatchNorm layer(options);
+        SyncBatchNorm want(options, group);
+        EXPECT_EQ(convert_sync_batchnorm(*layer, group), 1U);
+        torch::manual_seed(static_cast<std::uint64_t>(group.rank()));
+        for (const bool trains : {true, false}) {
+          layer->train(trains);
+          want->train(trains);
+          const at::Tensor input = torch::randn({4, 3, 2, 2}).requires_grad_();
+          const at::Tensor residual = torch::randn({4, 3, 2, 2});
+          const at::Tensor output = layer->forward(input, residual);
+          expect_bitwise_equal(output.detach(), want->forward(input, residual).detach());
+          if (trains) output.square().sum().backward();
+        }
+        expect_same_state(*layer, *want, kFp64);
+
+        convert_sync_batchnorm(*layer, comm::Group());
+        EXPECT_EQ(layer->weight.defined(), affine);
+        layer->train();
+        nn::FusedBatchNorm alone(options);
+        const at::Tensor input = torch::randn({4, 3, 2, 2});
+        expect_bitwise_equal(layer->forward(input).detach(), alone->forward(input).detach());
       }
     }
   });

@@ -70,8 +70,9 @@ class SyncBatchNormImpl
 };
 TORCH_MODULE(SyncBatchNorm);
 
-/// Makes every torch::nn::BatchNorm1d, 2d and 3d in a module, including the module itself,
-/// normalise over the group's batches, as SyncBatchNorm does. SyncBatchNorm layers get this group.
+/// Makes every torch::nn::BatchNorm1d, 2d and 3d and every nn::FusedBatchNorm in a module,
+/// including the module itself, normalise over the group's batches, as SyncBatchNorm does.
+/// SyncBatchNorm layers get this group.
 ///
 ///     Net model;                                              // any module, with any members
 ///     torch::optim::SGD optimizer(model->parameters(), 0.1);  // before or after
@@ -79,12 +80,13 @@ TORCH_MODULE(SyncBatchNorm);
 ///
 /// The layers are not replaced. Members of type torch::nn::BatchNorm2d, entries of a Sequential,
 /// parameters, buffers, training flags, names and saved states stay the same, so nothing has to be
-/// converted back for saving or evaluation. The layers' tensors are marked, and LibTorch's
-/// batch_norm operator synchronises marked tensors in training. Layers without running statistics,
-/// track_running_stats(false), communicate in evaluation too, as SyncBatchNorm does. A mark lasts
-/// as long as its tensor: to(), torch::load and the casts of amp::initialize keep it, whereas
-/// clone() makes layers without marks. Inside an amp::Autocast region the policy casts their
-/// arguments as those of other BatchNorm layers, and the statistics are synchronised as outside.
+/// converted back for saving or evaluation. The layers' tensors are marked. LibTorch's batch_norm
+/// operator, and FusedBatchNorm's forward, synchronise marked tensors in training. Layers without
+/// running statistics, track_running_stats(false), communicate in evaluation too, as SyncBatchNorm
+/// does. A mark lasts as long as its tensor: to(), torch::load and the casts of amp::initialize
+/// keep it, whereas clone() makes layers without marks. Inside an amp::Autocast region the policy
+/// casts their arguments as those of other BatchNorm layers, and the statistics are synchronised as
+/// outside.
 ///
 /// A group of one process removes the marks.
 ///
