@@ -60,6 +60,45 @@ OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamG
   return optimizer;
 }
 
+// The memory that a parameter certainly uses. Of one with gaps, that is its first element: others
+// may lie between its elements.
+struct Memory {
+  explicit Memory(const at::Tensor& parameter, std::string name_)
+      : begin(static_cast<const char*>(parameter.const_data_ptr())), name(std::move(name_)) {
+    const bool has_gaps = !parameter.is_non_overlapping_and_dense();
+    end = begin + (has_gaps ? parameter.itemsize() : parameter.nbytes());
+  }
+
+  const char* begin;
+  const char* end;
+  std::string name;
+};
+
+// Two parameters that share memory, each of which another rank may step; empty if there are none. A
+// parameter that stands in the groups twice has one owner.
+std::string overlap_in(const ParamGroups& groups) {
+  std::vector<Memory> all;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& parameter = groups[g].params()[i];
+      if (parameter.layout() != at::kStrided || parameter.is_meta() || parameter.numel() == 0 ||
+          !seen.insert(parameter.unsafeGetTensorImpl()).second)
+        continue;
+      all.emplace_back(parameter, fmt::format("parameter {} of group {}", i, g));
+    }
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < all.size(); ++i) {
+    if (all[i].begin < all[i - 1].end) {
+      return fmt::format("{} in the memory of {}: register one tensor in both places", all[i].name,
+                         all[i - 1].name);
+    }
+  }
+  return {};
+}
+
 void require_same_parameters(const ParamGroups& groups, const comm::Group& group) {
   std::vector<Property> properties;
   std::string problem;
@@ -74,6 +113,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
     }
   }
   if (properties.empty()) problem = "no parameters";
+  if (problem.empty() && group.size() > 1) problem = overlap_in(groups);
   require_agreement(
       properties, std::move(problem), group,
       {.component = kZero,
@@ -202,6 +242,12 @@ void ZeroRedundancyOptimizer::update_share() {
     require_same_parameters(param_groups_, group_);
     auto owners = this->owners();
     local_ = make(make_optimizer_, share_of(group_.rank()));  // options are set below
+    // Some classes, such as Adagrad, make their state in the constructor.
+    for (auto& [parameter, made] : local_->state()) {
+      auto& kept = state_[parameter];
+      if (kept == nullptr) kept = std::move(made);
+    }
+    local_->state().clear();
     if (auto* const placed = dynamic_cast<semitone::detail::UsesParameterPlaces*>(local_.get()))
       placed->set_parameter_places(semitone::detail::places_of(param_groups_));
     parameters_ = std::move(now);

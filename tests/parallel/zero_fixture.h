@@ -47,6 +47,9 @@ inline std::vector<Kind> all_kinds() {
       {"FusedAdam", factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).weight_decay(0.1))},
       {"FusedAdam, state in bf16",
        factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).bf16_state(true))},
+      // Makes its state in the constructor.
+      {"Adagrad", factory<torch_optim::Adagrad>(
+                      torch_optim::AdagradOptions(0.01).initial_accumulator_value(0.1))},
   };
 }
 

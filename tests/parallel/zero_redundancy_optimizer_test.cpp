@@ -349,6 +349,36 @@ TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {
   });
 }
 
+// Each would be stepped by its own rank, and the last one to be sent would win.
+TEST(ZeroErrors, ParametersThatShareMemoryAreRefused) {
+  const auto tied_weights = [] {
+    const at::Tensor weight = torch::ones({3, 4}, torch::requires_grad());
+    at::Tensor tied = torch::ones({3, 4}, torch::requires_grad());
+    tied.set_data(weight.detach());
+    return std::vector<at::Tensor>{weight, tied};
+  };
+  run_ranks(2, [&](Rank&) {
+    const auto group = comm::init();
+    const auto refused = [&](const std::vector<at::Tensor>& parameters) {
+      return error_of([&] { ZeroRedundancyOptimizer(parameters, adam(), group); });
+    };
+    EXPECT_THAT(refused(tied_weights()),
+                HasSubstr("parameter 1 of group 0 in the memory of parameter 0 of group 0: "
+                          "register one tensor in both places"));
+    const at::Tensor storage = torch::zeros({4, 6});
+    const auto part = [&](int dim, std::int64_t begin, std::int64_t end) {
+      return storage.slice(dim, begin, end).detach().requires_grad_();
+    };
+    EXPECT_THAT(refused({part(0, 1, 3), part(0, 0, 2)}),
+                HasSubstr("parameter 0 of group 0 in the memory of parameter 1 of group 0"));
+    // Disjoint rows, and columns.
+    ZeroRedundancyOptimizer(std::vector{part(0, 0, 2), part(0, 2, 4)}, adam(), group);
+    ZeroRedundancyOptimizer(std::vector{part(1, 0, 3), part(1, 3, 6)}, adam(), group);
+  });
+  // As the unsharded optimizer.
+  ZeroRedundancyOptimizer(tied_weights(), adam(), comm::Group());
+}
+
 // LAMB clips by the norm of all gradients, of which a rank has a share.
 TEST(ZeroErrors, ANormOfAllGradientsIsRefused) {
   run_ranks(2, [](Rank&) {

@@ -64,8 +64,12 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
 
   /// All ranks of the group must call the constructor. Error on every rank, naming rank and
   /// parameter, if parameters differ in number, order, shape, layout or dtype, if they are on a
-  /// device that the group's backend does not support, or if there are none. Error for a factory
-  /// that returns null or an optimizer of other parameters.
+  /// device that the group's backend does not support, or if there are none. With several ranks,
+  /// also if two parameters share memory, as after set_data with another parameter: each would be
+  /// stepped by its own rank, and one update would be lost. (Disjoint views of one storage are
+  /// allowed, and so is a parameter that is registered in two places.) step() throws the same for
+  /// parameters that are added or replaced later. Error for a factory that returns null or an
+  /// optimizer of other parameters.
   ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, const Factory& make_optimizer,
                           comm::Group group);
   ZeroRedundancyOptimizer(ParamGroups groups, const Factory& make_optimizer, comm::Group group);
