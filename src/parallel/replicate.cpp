@@ -7,6 +7,9 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
 #include <mutex>
@@ -97,6 +100,49 @@ std::shared_ptr<torch::nn::Module> clone(const torch::nn::Module& model, c10::De
   }
 }
 
+template <typename... Layers>
+at::Tensor weight_of_any(const torch::nn::Module& layer) {
+  at::Tensor weight;
+  const auto look = [&](const auto* one) {
+    if (one != nullptr) weight = one->weight;
+  };
+  (look(layer.as<Layers>()), ...);
+  return weight;
+}
+
+// The weight that a layer computes with. Undefined for layers whose weights programs do not tie.
+at::Tensor weight_of(const torch::nn::Module& layer) {
+  namespace nn = torch::nn;
+  return weight_of_any<nn::Linear, nn::Embedding, nn::EmbeddingBag, nn::Conv1d, nn::Conv2d,
+                       nn::Conv3d, nn::ConvTranspose1d, nn::ConvTranspose2d, nn::ConvTranspose3d>(
+      layer);
+}
+
+// Error if a layer computes with another layer's parameter, and its copy does not: clone() copies
+// what is registered, and `decoder->weight = embed->weight` changes a member only. A weight that is
+// no parameter is not compared: a forward that computes it does so in the copy, too.
+void require_same_weights(const torch::nn::Module& model, const torch::nn::Module& replica) {
+  const auto parameters = model.named_parameters();
+  const auto copies = replica.named_parameters();
+  const auto layers_of_copy = replica.named_modules("", /*include_self=*/false);
+  for (const auto& layer : model.named_modules("", /*include_self=*/false)) {
+    const at::Tensor weight = weight_of(*layer.value());
+    const at::Tensor* const own = parameters.find(layer.key() + ".weight");
+    if (!weight.defined() || (own != nullptr && weight.is_same(*own))) continue;
+    const auto* const copy = layers_of_copy.find(layer.key());
+    const at::Tensor weight_of_copy = copy == nullptr ? at::Tensor() : weight_of(**copy);
+    for (const auto& parameter : parameters) {
+      if (!parameter.value().is_same(weight)) continue;
+      const at::Tensor* const copied = copies.find(parameter.key());
+      if (copied != nullptr && copied->is_same(weight_of_copy)) break;
+      throw Error(kReplicate, "layers that compute with weights of their own",
+                  c10::str("'", layer.key(), "' with '", parameter.key(),
+                           "', which its copies would not do"),
+                  "share the weight in forward: torch::linear(x, embed->weight)");
+    }
+  }
+}
+
 // Copies the tensors of a TorchScript module and their owners; the code is shared.
 class ScriptCopier {
  public:
@@ -150,6 +196,7 @@ Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& 
     const KeepRandomState keep;
     for (std::size_t i = 1; i < count; ++i) replicas.push_back(clone(model, plan.devices[i]));
   }
+  require_same_weights(model, *replicas.front());
   std::vector<torch::OrderedDict<std::string, at::Tensor>> copies;
   copies.reserve(replicas.size());
   for (const auto& replica : replicas) copies.push_back(replica->named_parameters());

@@ -18,12 +18,14 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -432,6 +434,33 @@ TEST(Errors, OfModelsAndOptionsComeAtConstruction) {
   spread->register_buffer("elsewhere", torch::empty({1}, at::kMeta));
   EXPECT_THAT(error_of([&] { DataParallel parallel(spread, on(2)); }),
               HasSubstr("'elsewhere' on meta"));
+}
+
+struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
+  TiedImpl() { reset(); }
+  void reset() override {
+    embed = register_module("embed", torch::nn::Embedding(5, 3));
+    decoder =
+        register_module("decoder", torch::nn::Linear(torch::nn::LinearOptions(3, 5).bias(false)));
+  }
+  at::Tensor forward(const at::Tensor& x) { return decoder->forward(embed->forward(x)); }
+  torch::nn::Embedding embed{nullptr};
+  torch::nn::Linear decoder{nullptr};
+};
+TORCH_MODULE(Tied);
+
+// clone() would copy the weight that the layer has registered.
+TEST(Errors, NameAWeightThatIsTiedByAssignment) {
+  Tied model;
+  DataParallel parallel(model, on(2));
+  model->decoder->weight = model->embed->weight;
+  const std::initializer_list<std::string_view> parts{
+      "[parallel.data_parallel]", "'decoder' with 'embed.weight'", "torch::linear"};
+  expect_error([&] { parallel(torch::arange(4)); }, parts);
+  expect_error([&] { DataParallel another(model, on(2)); }, parts);
+  // A result of the last forward, as of weight normalisation.
+  model->decoder->weight = model->embed->weight * 2;
+  parallel(torch::arange(4));
 }
 
 TEST(Models, MayBeSequences) {

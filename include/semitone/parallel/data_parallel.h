@@ -84,10 +84,13 @@ class DataParallelOptions {
 /// Error with the original nested in it.
 ///
 /// The constructor throws Error for devices of different types, missing devices, a first device
-/// that is not the model's, both device_ids and replicas, and a model that cannot be cloned.
-/// forward throws Error for arguments without a tensor to split, tensors whose extents differ or
-/// that lack the dimension, a model that has moved, and results that are tensors in some replicas
-/// only. A warning is logged if one GPU has less than 75 % of another's memory or multiprocessors.
+/// that is not the model's, both device_ids and replicas, and a model that cannot be cloned. It and
+/// forward throw Error for a layer whose weight is tied to another layer's by assignment
+/// (`decoder->weight = embed->weight`), since clones lose the tie: share the weight in forward,
+/// torch::linear(x, embed->weight). forward throws Error for arguments without a tensor to split,
+/// tensors whose extents differ or that lack the dimension, a model that has moved, and results that
+/// are tensors in some replicas only. A warning is logged if one GPU has less than 75 % of another's
+/// memory or multiprocessors.
 ///
 /// Use it from one thread at a time.
 ///
