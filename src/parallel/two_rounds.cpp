@@ -1,5 +1,6 @@
 #include "src/parallel/two_rounds.h"
 
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 
@@ -60,15 +61,13 @@ TwoRounds::TwoRounds(const std::vector<at::Tensor>& parameters, TwoRoundsOptions
 FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& group) {
   const at::NoGradGuard no_grad;
   if (bucket.index == 0) begin_pass();
-  if (passes_ < options_.plain_passes) {
-    if (bucket.is_last) ++passes_;
-    at::Tensor gradients = bucket.buffer;
-    return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
-  }
   try {
+    // Also in plain passes: a training must not fail only when the compression begins.
+    std::vector<std::size_t> places = places_of(bucket);
+    if (passes_ < options_.plain_passes) return reduce_plainly(bucket, group);
     // A parameter without elements may have a bucket of its own.
-    FuturePtr result =
-        bucket.buffer.numel() == 0 ? completed_with(bucket.buffer) : start(bucket, group);
+    FuturePtr result = bucket.buffer.numel() == 0 ? completed_with(bucket.buffer)
+                                                  : start(bucket, std::move(places), group);
     if (bucket.is_last) {
       if (waiting_ != nullptr) proceed(std::exchange(waiting_, nullptr), group);
       is_whole_ = true;
@@ -83,11 +82,40 @@ FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& gro
   }
 }
 
-FuturePtr TwoRounds::start(const GradientBucket& bucket, const comm::Group& group) {
+// The places of a bucket's parameters in the hook's list. Error for those that it cannot compress.
+std::vector<std::size_t> TwoRounds::places_of(const GradientBucket& bucket) const {
+  std::vector<std::size_t> places;
+  places.reserve(bucket.parameters.size());
+  for (const at::Tensor& parameter : bucket.parameters) {
+    if (parameter.is_complex()) {
+      throw Error(options_.component, "gradients of real numbers",
+                  c10::str("those of a parameter of ", dtype_name(parameter.scalar_type()),
+                           " and shape ", parameter.sizes()),
+                  "store it as real numbers, as torch::view_as_real returns them");
+    }
+    const auto place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place == places_.end()) {
+      throw Error(options_.component, "gradients of the parameters that the hook was given",
+                  c10::str("one of another parameter, of shape ", parameter.sizes()),
+                  "construct the hook with model->parameters() of the same model");
+    }
+    places.push_back(place->second);
+  }
+  return places;
+}
+
+FuturePtr TwoRounds::reduce_plainly(const GradientBucket& bucket, const comm::Group& group) {
+  if (bucket.is_last) ++passes_;
+  at::Tensor gradients = bucket.buffer;
+  return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+}
+
+FuturePtr TwoRounds::start(const GradientBucket& bucket, std::vector<std::size_t> places,
+                           const comm::Group& group) {
   auto active = std::make_shared<Active>();
   active->result = future_on(bucket.buffer.device());
   active->gradients = bucket.buffer;
-  CompressedBucket compressed = with_errors(bucket, group);
+  CompressedBucket compressed = with_errors(bucket, std::move(places), group);
   active->parameters = compressed.parameters;
   active->exchange = make_exchange(std::move(compressed));
   active_.push_back(active);
@@ -104,25 +132,21 @@ void TwoRounds::proceed(const std::shared_ptr<Active>& active, const comm::Group
 }
 
 CompressedBucket TwoRounds::with_errors(const GradientBucket& bucket,
+                                        std::vector<std::size_t> places,
                                         const comm::Group& group) const {
   CompressedBucket compressed;
   compressed.index = bucket.index;
+  compressed.parameters = std::move(places);
   compressed.shapes = bucket.parameters;
   compressed.ranks = group.size();
   const auto dtype = error_dtype(bucket.buffer.scalar_type());
   compressed.input = bucket.buffer.to(dtype, /*non_blocking=*/false, /*copy=*/true);
   std::int64_t start = 0;
-  for (const at::Tensor& parameter : bucket.parameters) {
-    const auto place = places_.find(parameter.unsafeGetTensorImpl());
-    if (place == places_.end()) {
-      throw Error(options_.component, "gradients of the parameters that the hook was given",
-                  c10::str("one of another parameter, of shape ", parameter.sizes()),
-                  "construct the hook with model->parameters() of the same model");
-    }
-    compressed.parameters.push_back(place->second);
-    const at::Tensor& error = errors_[place->second];
-    if (error.defined()) compressed.input.narrow(0, start, parameter.numel()).add_(error);
-    start += parameter.numel();
+  for (const std::size_t place : compressed.parameters) {
+    const std::int64_t elements = parameters_[place].numel();
+    const at::Tensor& error = errors_[place];
+    if (error.defined()) compressed.input.narrow(0, start, elements).add_(error);
+    start += elements;
   }
   return compressed;
 }

@@ -114,9 +114,13 @@ class TwoRounds {
            const std::function<void()>& set_state);
   void begin_pass();
   void settle();
-  FuturePtr start(const GradientBucket& bucket, const comm::Group& group);
+  std::vector<std::size_t> places_of(const GradientBucket& bucket) const;
+  FuturePtr reduce_plainly(const GradientBucket& bucket, const comm::Group& group);
+  FuturePtr start(const GradientBucket& bucket, std::vector<std::size_t> places,
+                  const comm::Group& group);
   void proceed(const std::shared_ptr<Active>& active, const comm::Group& group);
-  CompressedBucket with_errors(const GradientBucket& bucket, const comm::Group& group) const;
+  CompressedBucket with_errors(const GradientBucket& bucket, std::vector<std::size_t> places,
+                               const comm::Group& group) const;
 
   const TwoRoundsOptions options_;
   const std::vector<at::Tensor> parameters_;

@@ -196,7 +196,7 @@ struct Summing {
       : sampler(30, group.size(), group.rank(), parallel::DistributedSamplerOptions().seed(1)),
         sum{0, group.rank() == 0},
         checkpoint(folder, options_of(group)) {
-    checkpoint.add("sampler", sampler).add("sum", sum, PerRank::yes);
+    checkpoint.add("sampler", sampler).add("sum", sum);
   }
   void take(std::size_t batch_size) {
     const std::optional<std::vector<std::size_t>> indices = sampler.next(batch_size);

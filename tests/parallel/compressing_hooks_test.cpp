@@ -677,6 +677,22 @@ TEST(Hooks, RefuseOptionsAndParametersThatDoNotFit) {
   PowerSGDHook hook({model.parameters[0]}, compressing(1));
   expect_error([&] { pass(hook, model, comm::Group(), gradients_at(model, 0, 0)); },
                {"[parallel.power_sgd]", "another parameter", "model->parameters()"});
+  // Not only when the compression begins.
+  PowerSGDHook later({model.parameters[0]});
+  expect_error([&] { pass(later, model, comm::Group(), gradients_at(model, 0, 0)); },
+               {"[parallel.power_sgd]", "another parameter", "model->parameters()"});
+}
+
+// Since LibTorch 2.11 a bucket has two numbers for each of their elements.
+TEST(Hooks, RefuseComplexParameters) {
+  const Model model(torch::kComplexFloat);
+  const auto gradients = gradients_at(model, 0, 0);
+  PowerSGDHook power(model.parameters);
+  expect_error([&] { pass(power, model, comm::Group(), gradients); },
+               {"[parallel.power_sgd]", "real numbers", "complex64", "torch::view_as_real"});
+  QuantizedAllReduceHook quantized(model.parameters);
+  expect_error([&] { pass(quantized, model, comm::Group(), gradients); },
+               {"[parallel.quantized_all_reduce]", "real numbers", "torch::view_as_real"});
 }
 
 TEST(Hooks, AcceptParametersWithoutElements) {

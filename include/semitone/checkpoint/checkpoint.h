@@ -135,9 +135,9 @@ class Checkpoint {
         });
   }
 
-  /// Adds any other object with save() and load(). Samplers of indices differ between ranks, and are
-  /// saved by each of them. With PerRank::yes, objects that have load_resharded() can be
-  /// resumed with any number of ranks; a sampler's num_replicas must be the size of the group.
+  /// Adds any other object with save() and load(). Samplers of indices and Reshardable classes
+  /// differ between ranks, and are saved by each of them. The latter can be resumed with any number
+  /// of ranks; a sampler's num_replicas must be the size of the group.
   template <Savable T>
   Checkpoint& add(const std::string& name, T& object, PerRank per_rank = default_of<T>()) {
     LoadResharded load_resharded;
@@ -306,7 +306,8 @@ class Checkpoint {
 
   template <typename T>
   static constexpr PerRank default_of() {
-    return std::is_base_of_v<torch::data::samplers::Sampler<std::vector<std::size_t>>, T>
+    return Reshardable<T> ||
+                   std::is_base_of_v<torch::data::samplers::Sampler<std::vector<std::size_t>>, T>
                ? PerRank::yes
                : PerRank::no;
   }

@@ -13,6 +13,8 @@ namespace semitone::parallel {
 /// Part of a model's gradients, to be reduced over the ranks.
 struct GradientBucket {
   /// The gradients, flattened and concatenated in the order of the parameters, in their dtype.
+  /// Since LibTorch 2.11, those of complex parameters are real numbers: the real and the imaginary
+  /// part of each element, one after the other.
   at::Tensor buffer;
   /// The parameters of these gradients. The gradients are dense, and have one dtype and device.
   std::vector<at::Tensor> parameters;

@@ -62,7 +62,7 @@ struct PowerSGDOptions {
 class PowerSGDHook final : public CommHook {
  public:
   /// @param parameters  of the model, at least those that are trained, in the same order on all
-  /// ranks. reduce() throws Error for another one
+  /// ranks. From the first pass on, reduce() throws Error for another one, and for complex ones
   explicit PowerSGDHook(const std::vector<at::Tensor>& parameters,
                         const PowerSGDOptions& options = {});
   ~PowerSGDHook() override;
@@ -79,8 +79,8 @@ class PowerSGDHook final : public CommHook {
   void set_loss_scale(double scale);
 
   /// Saves and loads the number of passes, the errors, the Qs and the loss scale. They differ
-  /// between ranks: checkpoint.add("hook", *hook, checkpoint::PerRank::yes). load() throws
-  /// FileError if the parameters have other shapes, and then changes nothing.
+  /// between ranks: checkpoint.add("hook", *hook) saves those of each rank. load() throws FileError
+  /// if the parameters have other shapes, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -46,7 +46,7 @@ struct QuantizedAllReduceOptions {
 class QuantizedAllReduceHook final : public CommHook {
  public:
   /// @param parameters  of the model, at least those that are trained, in the same order on all
-  /// ranks. reduce() throws Error for another one
+  /// ranks. reduce() throws Error for another one, and for complex ones
   explicit QuantizedAllReduceHook(const std::vector<at::Tensor>& parameters,
                                   const QuantizedAllReduceOptions& options = {});
   ~QuantizedAllReduceHook() override;
@@ -58,9 +58,9 @@ class QuantizedAllReduceHook final : public CommHook {
   void set_loss_scale(double scale);
 
   /// Saves and loads the errors and the loss scale, which differ between ranks:
-  /// checkpoint.add("hook", *hook, checkpoint::PerRank::yes). The errors of means belong to a
-  /// rank's part of a bucket. They are dropped if the next run has other buckets, or another order
-  /// of gradients (DistributedDataParallel::set_gradient_order). load() throws FileError if the
+  /// checkpoint.add("hook", *hook) saves those of each rank. The errors of means belong to a rank's
+  /// part of a bucket. They are dropped if the next run has other buckets, or another order of
+  /// gradients (DistributedDataParallel::set_gradient_order). load() throws FileError if the
   /// parameters have other shapes, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
