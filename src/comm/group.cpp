@@ -25,7 +25,7 @@ namespace semitone::comm {
 namespace {
 
 std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
-  return fmt::format("{} from rank {}", describe(tensors), root);
+  return fmt::format("{} from rank {}", tensors.empty() ? "no tensors" : describe(tensors), root);
 }
 
 }  // namespace
@@ -65,8 +65,9 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   for (const at::Tensor& tensor : tensors) check_dense(*this, tensor, "broadcast");
   check_root(root, size(), "broadcast");
-  if (impl_->process_group == nullptr || tensors.empty()) return;
+  if (impl_->process_group == nullptr) return;
   announce(*this, "broadcast", call_of(tensors, root));
+  if (tensors.empty()) return;
   broadcast_unchecked(*this, tensors, root);
   for (const at::Tensor& tensor : tensors) settle_exact_weight(tensor);
 }

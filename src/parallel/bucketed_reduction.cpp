@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <string_view>
@@ -26,7 +27,13 @@
 namespace semitone::parallel::detail {
 namespace {
 
-constexpr double kMiB = 1024.0 * 1024.0;
+// A size in bytes. Sizes beyond those of all models are the same to Reducer, and would be out of
+// the integer's range.
+std::int64_t to_bytes(double mib) {
+  constexpr double kMiB = 1024.0 * 1024.0;
+  constexpr double kMost = 1e18;
+  return static_cast<std::int64_t>(std::min(mib * kMiB, kMost));
+}
 
 // The buckets of a static graph's first step, of which c10d's Reducer says that each is the first one.
 struct FirstStepBuckets {
@@ -123,9 +130,8 @@ class BucketedReduction final : public Reduction {
       parameters_.push_back(entry.tensor);
       sparse_.push_back(entry.sparse_gradient);
     }
-    const auto cap = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
-    const auto first_cap =
-        std::min(cap, static_cast<std::int64_t>(options.first_bucket_mb() * kMiB));
+    const std::int64_t cap = to_bytes(options.bucket_cap_mb());
+    const std::int64_t first_cap = std::min(cap, to_bytes(options.first_bucket_mb()));
     sizes_ = {static_cast<std::size_t>(first_cap), static_cast<std::size_t>(cap)};
     // The first step determines the order of gradients, in which buckets are then rebuilt. The
     // first buckets are final only if the set of gradients may change.

@@ -5,14 +5,15 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <utility>
 
 namespace semitone::parallel {
 namespace {
 
 void require_positive(double value, const char* name) {
-  if (!(value > 0)) {
-    throw Error("parallel.ddp", fmt::format("{} above 0", name), fmt::format("{}", value));
+  if (!(value > 0) || !std::isfinite(value)) {
+    throw Error("parallel.ddp", fmt::format("a finite {} above 0", name), fmt::format("{}", value));
   }
 }
 

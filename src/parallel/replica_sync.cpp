@@ -30,6 +30,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::parallel::detail {
@@ -54,7 +55,16 @@ class Collector {
   std::set<const c10::TensorImpl*> seen_;
 };
 
-// The properties of a parameter and its gradient.
+// The parameters that a layer has registered itself. Module::named_parameters would copy their
+// names, which takes several times as long.
+struct Registered : torch::nn::Module {
+  static const torch::OrderedDict<std::string, at::Tensor>& parameters_of(
+      const torch::nn::Module& layer) {
+    return layer.*(&Registered::parameters_);
+  }
+};
+
+// The properties of a parameter and its gradient, or of a buffer.
 struct Kind {
   explicit Kind(const at::Tensor& tensor)
       : dtype(tensor.scalar_type()),
@@ -162,6 +172,9 @@ struct ReplicaSync::Impl {
   void on_gradient(std::size_t index);
   void at_end_of_backward();
   void require_unchanged() const;
+  bool knows(const at::Tensor& parameter) const;
+  void require_known(const std::vector<ModelTensors::Entry>& parameters) const;
+  void require_same_buffers(const char* remedy) const;
   void restore_accumulators() const;
 
   // A number from each rank, and their combination.
@@ -181,11 +194,12 @@ struct ReplicaSync::Impl {
   int last_rank_with(bool condition) const;
   void find_buffers();
   void sync_buffers(bool has_input);
-  bool agree_to_reduce(bool reduces) const;
+  bool agree_to_reduce(bool reduces);
   void shadow_step();
   void take_final_model(bool was_last);
 
   bool alone() const { return reduction == nullptr; }
+  bool checks_parameters() const { return !alone() && at::GradMode::is_enabled(); }
 
   // What happens to the gradients of the last forward.
   enum class Mode {
@@ -223,8 +237,10 @@ struct ReplicaSync::Impl {
     std::uintptr_t key;
   };
   std::vector<Hook> hooks;
-  std::vector<Kind> as_constructed;      // each of the model's parameters
-  std::unique_ptr<Reduction> reduction;  // null for a single process
+  std::vector<Kind> as_constructed;  // each of the model's parameters
+  std::vector<Kind> buffers_as_constructed;
+  std::unordered_set<const c10::TensorImpl*> known;  // the model's parameters
+  std::unique_ptr<Reduction> reduction;              // null for a single process
   std::shared_ptr<const int> alive =
       std::make_shared<const int>(0);  // for graphs that outlive this
 };
@@ -236,9 +252,11 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
   require_same_model(model, group, options);
   for (const auto& entry : model.parameters) {
     as_constructed.emplace_back(entry.tensor);
+    known.insert(entry.tensor.unsafeGetTensorImpl());
     if (entry.tensor.requires_grad()) trained.parameters.push_back(entry);
   }
   find_buffers();
+  for (const at::Tensor& buffer : buffers) buffers_as_constructed.emplace_back(buffer);
   if (group.size() == 1) return;
 
   send_weights(model, group, 0);
@@ -382,6 +400,34 @@ void ReplicaSync::Impl::require_unchanged() const {
   }
 }
 
+bool ReplicaSync::Impl::knows(const at::Tensor& parameter) const {
+  return !parameter.defined() || known.contains(parameter.unsafeGetTensorImpl());
+}
+
+void ReplicaSync::Impl::require_known(const std::vector<ModelTensors::Entry>& parameters) const {
+  for (const auto& entry : parameters) {
+    if (knows(entry.tensor)) continue;
+    throw Error(kDdp, "the parameters of construction",
+                fmt::format("another one, '{}', which no rank would send", entry.name),
+                "construct DistributedDataParallel after all layers exist");
+  }
+}
+
+// Gloo ends the process if a message has another size than on the rank that sends it.
+void ReplicaSync::Impl::require_same_buffers(const char* remedy) const {
+  if (buffers.size() != buffers_as_constructed.size()) {
+    throw Error(kDdp, fmt::format("{} buffers as at construction", buffers_as_constructed.size()),
+                fmt::format("{}", buffers.size()), remedy);
+  }
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    if (buffers_as_constructed[i].fits(buffers[i])) continue;
+    throw Error(kDdp,
+                fmt::format("the buffer '{}' to be {} as at construction", model.buffers[i].name,
+                            buffers_as_constructed[i].to_string()),
+                Kind(buffers[i]).to_string(), remedy);
+  }
+}
+
 // torch::load gives parameters new nodes in the graph, without the hooks.
 void ReplicaSync::Impl::restore_accumulators() const {
   for (std::size_t i = 0; i < hooks.size(); ++i) {
@@ -441,6 +487,7 @@ void ReplicaSync::Impl::find_buffers() {
 void ReplicaSync::Impl::sync_buffers(bool has_input) {
   if (!options.broadcast_buffers()) return;
   find_buffers();
+  require_same_buffers("set broadcast_buffers(false) for buffers whose size or dtype changes");
   if (buffers.empty()) return;
   const events::PhaseScope phase(events::Phase::communication);
   // A rank without input has outdated buffers.
@@ -448,9 +495,17 @@ void ReplicaSync::Impl::sync_buffers(bool has_input) {
   comm::broadcast_unchecked(group, buffers, root);
 }
 
-// In a joined loop: whether the ranks with input reduce gradients in this step.
-bool ReplicaSync::Impl::agree_to_reduce(bool reduces) const {
-  return all_reduce(reduces ? 1 : 0, c10d::ReduceOp::MAX) > 0;
+// In a joined loop: whether the ranks with input reduce gradients in this step. Error on every rank
+// if only some of them do: they would wait for the others, which are in no_sync().
+bool ReplicaSync::Impl::agree_to_reduce(bool reduces) {
+  const std::int64_t count = all_reduce(reduces ? 1 : 0, c10d::ReduceOp::SUM);
+  if (count > 0 && count < joining->live) {
+    joining->ended = true;
+    throw Error("parallel.join", "no_sync in the same steps on all ranks",
+                fmt::format("a step that {} of {} ranks with input reduce", count, joining->live),
+                "accumulate over the same steps on all ranks: a rank's last batch is no exception");
+  }
+  return count > 0;
 }
 
 void ReplicaSync::Impl::shadow_step() {
@@ -470,6 +525,7 @@ void ReplicaSync::Impl::shadow_step() {
 
 void ReplicaSync::Impl::take_final_model(bool was_last) {
   find_buffers();
+  require_same_buffers("keep the size and dtype of buffers in a joined loop");
   const int root = last_rank_with(was_last);
   if (!joining->options.follow()) {
     send_weights(model, group, root);
@@ -523,6 +579,24 @@ void ReplicaSync::before_forward() {
   for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
   if (!impl_->repeats_step) impl_->sync_buffers(true);
   impl_->repeats_step = true;
+}
+
+void ReplicaSync::require_no_new_parameters(const torch::nn::Module& model) const {
+  if (!impl_->checks_parameters()) return;
+  bool knows_all = true;
+  for_each_module(model, [&](const torch::nn::Module& layer) {
+    for (const auto& item : Registered::parameters_of(layer))
+      knows_all = knows_all && impl_->knows(item.value());
+  });
+  if (!knows_all) impl_->require_known(tensors_of(model).parameters);
+}
+
+void ReplicaSync::require_no_new_parameters(const torch::jit::Module& model) const {
+  if (!impl_->checks_parameters()) return;
+  bool knows_all = true;
+  for (const at::Tensor& parameter : model.parameters())
+    knows_all = knows_all && impl_->knows(parameter);
+  if (!knows_all) impl_->require_known(tensors_of(model).parameters);
 }
 
 bool ReplicaSync::wants_outputs() const {

@@ -8,6 +8,7 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
+#include <torch/script.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -98,11 +99,115 @@ TEST(Misuse, ABackwardAfterItsEndIsAnError) {
   });
 }
 
+// Its last layer exists from the first call on.
+struct LazyImpl : torch::nn::Module {
+  LazyImpl() : first(register_module("first", torch::nn::Linear(6, 3))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (fc.is_empty()) fc = register_module("fc", torch::nn::Linear(3, 3));
+    return fc->forward(first->forward(x));
+  }
+  torch::nn::Linear first;
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(Lazy);
+
+TEST(Misuse, AParameterThatComesAfterConstructionIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    const auto expect_refusal = [&](auto& ddp, const at::Tensor& data, const char* name) {
+      expect_error([&] { ddp.forward(data); },
+                   {"[parallel.ddp]", "the parameters of construction", name, "all layers exist"});
+    };
+    Lazy lazy;
+    DistributedDataParallel of_lazy(lazy, group);
+    expect_refusal(of_lazy, torch::ones({2, 6}), "'fc.weight'");
+
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    {
+      // The same parameter with other values.
+      const torch::NoGradGuard no_grad;
+      model->first->weight.set_data(model->first->weight * 2);
+    }
+    sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+    model->replace_module("second", torch::nn::Linear(8, 3));
+    expect_refusal(ddp, batch.data, "'second.weight'");
+
+    Net adapted = seeded<Net>(1);
+    DistributedDataParallel of_adapted(adapted, group);
+    adapted->register_module("adapter", torch::nn::Linear(2, 2));
+    expect_refusal(of_adapted, batch.data, "'adapter.weight'");
+    {
+      const torch::NoGradGuard no_grad;
+      of_adapted.forward(batch.data);
+    }
+
+    torch::jit::Module script("Scale");
+    script.register_parameter("weight", torch::ones({6}).requires_grad_(), false);
+    script.define("def forward(self, x):\n    return (x * self.weight).sum()\n");
+    DistributedDataParallel of_script(script, group);
+    script.setattr("weight", torch::ones({6}).requires_grad_());
+    expect_refusal(of_script, torch::ones({6}), "'weight'");
+  });
+}
+
+// Gloo would end the process.
+TEST(Misuse, ABufferThatChangesItsSizeIsAnError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    for (const bool broadcast : {true, false}) {
+      Net model = seeded<Net>(1);
+      at::Tensor counts = model->register_buffer("counts", torch::zeros({1}));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().broadcast_buffers(broadcast));
+      counts.resize_({2 + rank.number()});
+      if (broadcast) {
+        expect_error(
+            [&] { ddp.forward(batch.data); },
+            {"[parallel.ddp]", "the buffer 'counts' to be float32[1]", "broadcast_buffers(false)"});
+      } else {
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      }
+    }
+  });
+}
+
+TEST(Misuse, ABroadcastOfNoTensorsOnOneRankIsNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init("env://", comm::InitOptions().check(comm::CheckLevel::calls));
+    std::vector<at::Tensor> tensors;
+    if (rank.number() == 1) tensors.push_back(torch::ones({2}));
+    EXPECT_THAT([&] { group.broadcast(tensors); },
+                ::testing::ThrowsMessage<CommError>(
+                    ::testing::AllOf(HasSubstr("rank 0: broadcast no tensors from rank 0"),
+                                     HasSubstr("rank 1: broadcast float32[2] from rank 0"))));
+  });
+}
+
+TEST(Buckets, MayBeLargerThanAllModels) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(
+        model, group, DistributedDataParallelOptions().bucket_cap_mb(1e300).first_bucket_mb(1e300));
+    const Batch batch = batch_of(rank.number(), 2);
+    for (int step = 0; step < 2; ++step)
+      sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+    test::expect_equal_on_all_ranks(group, gradients_of(model->parameters()));
+  });
+}
+
 TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
   expect_error([] { DistributedDataParallelOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
   expect_error([] { DistributedDataParallelOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
   expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(std::nan("")); },
                {"gradient_predivide_factor"});
+  expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(HUGE_VAL); },
+               {"a finite gradient_predivide_factor above 0", "inf"});
+  expect_error([] { DistributedDataParallelOptions().bucket_cap_mb(HUGE_VAL); },
+               {"a finite bucket_cap_mb"});
   expect_error([] { DistributedDataParallelOptions().compress(torch::kFloat); },
                {"compress", "float32"});
   Net model;

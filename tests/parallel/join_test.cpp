@@ -246,6 +246,32 @@ TEST(Join, RefusesASecondBackwardPassOfAForward) {
   });
 }
 
+// Rank 0 has no input any more, rank 1 accumulates, and rank 2 reduces, as at its last batch.
+TEST(Join, NoSyncInDifferentStepsIsAnErrorOnAllRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const Batch batch = batch_for(rank.number(), 0);
+    const auto pass = [&] { sum_of_squares(ddp.forward(batch.data), batch.target).backward(); };
+    const auto loop = [&] {
+      pass();
+      if (rank.number() == 1) {
+        const auto local = ddp.no_sync();
+        pass();
+      } else if (rank.number() == 2) {
+        pass();
+      }
+    };
+    expect_error([&] { ddp.join(loop); },
+                 {"[parallel.join]", "no_sync in the same steps on all ranks", "1 of 2 ranks"});
+    // All ranks are at the same place: the group is still usable.
+    model->zero_grad();
+    pass();
+    expect_equal_on_all_ranks(group, test::gradients_of(model->parameters()));
+  });
+}
+
 TEST(Join, AFollowThatDoesNotReceiveIsAnError) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

@@ -42,8 +42,11 @@ namespace semitone::parallel {
 /// It is a handle on the model, not a copy. Optimizers, amp::initialize (to be called before this
 /// constructor) and checkpoints use the model itself, and after backward its parameters' gradients
 /// are the means. Do not change dtypes, devices or requires_grad afterwards; a parameter that is
-/// unfrozen is an Error of the next forward. `ddp->` is the model, for everything except forward. A
-/// backward pass of a forward that did not go through ddp.forward() is an Error. (With
+/// unfrozen is an Error of the next forward. So is a parameter that the model did not have at
+/// construction, as of a layer that is registered or replaced later, also by forward itself: no
+/// rank would send it or its gradient. A buffer that has another size or dtype than at construction
+/// is an Error of a forward that broadcasts buffers. `ddp->` is the model, for everything except
+/// forward. A backward pass of a forward that did not go through ddp.forward() is an Error. (With
 /// delay_allreduce, from the second step on, its gradients are reduced instead.) All backward passes
 /// must have ended before the object is destroyed.
 ///
@@ -52,6 +55,8 @@ namespace semitone::parallel {
 ///   call on the group may throw it instead; see comm::Group.
 /// - If a parameter got no gradient in a backward pass, the next forward throws an Error that names
 ///   it. See DistributedDataParallelOptions::find_unused_parameters, static_graph, delay_allreduce.
+///   A backward pass that reaches none of the parameters is taken for a skipped step, and is not
+///   reported.
 ///
 /// All ranks must call forward and backward equally often; see join and no_sync. If forward or
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
@@ -83,9 +88,12 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
     };
     if constexpr (std::is_void_v<decltype(run())>) {
       run();
+      sync_.require_no_new_parameters(this->module());
       sync_.after_forward();
     } else {
-      return sync_.after_forward(run());
+      auto output = run();
+      sync_.require_no_new_parameters(this->module());
+      return sync_.after_forward(std::move(output));
     }
   }
   template <typename... Arguments>
@@ -114,7 +122,8 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
   /// messages, and a third one if buffers are broadcast. The loop must not call other collectives,
   /// as SyncBatchNorm layers would. An exception of the loop propagates, and the rank leaves the
   /// group. Each forward must have one backward pass, and gradients must be cleared between steps
-  /// (or accumulated in no_sync), since those that are left would be averaged again. Error with
+  /// (or accumulated in no_sync), since those that are left would be averaged again. All ranks that
+  /// have a batch must be in no_sync in the same steps: otherwise Error on every rank. Error with
   /// static_graph, with sparse gradients, and for a second backward pass of a forward.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);

@@ -11,7 +11,8 @@
 
 namespace semitone::parallel {
 
-/// Options of DistributedDataParallel, with chained setters. They must be equal on every rank.
+/// Options of DistributedDataParallel, with chained setters. They must be equal on every rank. The
+/// setters of sizes and of the factor throw Error unless the value is finite and above 0.
 class DistributedDataParallelOptions {
  public:
   /// Approximate size in MiB of the buckets in which gradients are sent. Small buckets can be sent

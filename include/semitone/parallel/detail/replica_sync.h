@@ -52,6 +52,11 @@ class ReplicaSync {
   /// Call before the model's forward.
   void before_forward();
 
+  /// Call after the model's forward, which may have registered layers. Error if the model has a
+  /// parameter that it did not have at construction.
+  void require_no_new_parameters(const torch::nn::Module& model) const;
+  void require_no_new_parameters(const torch::jit::Module& model) const;
+
   /// Call after the model's forward. Returns the results that replace the model's.
   template <typename Output>
   Output after_forward(Output output) {
