@@ -6,6 +6,7 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
+#include "src/core/widen_state.h"
 #include "src/optim/capturable_step.h"
 #include "src/optim/deferred_step.h"
 #include "src/optim/libtorch_step.h"
@@ -184,10 +185,12 @@ Masters::Adoption Masters::find_adoption(const ExactValues& exact) {
     at::Tensor master = make_master(parameter, exact, found.fresh);
     master.requires_grad_(true);
     agreed(found.fresh.emplace_back(Pair{.parameter = parameter, .master = master}));
-    // The state of a parameter that was just cast is in fp32, as the parameter was.
     const auto& state = optimizer_->state();
     const auto entry = state.find(parameter.unsafeGetTensorImpl());
-    if (entry != state.end() && value == exact.end()) widen(*entry->second);
+    if (entry == state.end()) return;
+    // The state of a parameter that was just cast is in fp32, as the parameter was, unless it was
+    // loaded from a training of 16-bit weights.
+    value == exact.end() ? widen(*entry->second) : widen_state(*entry->second);
   });
   return found;
 }
@@ -197,11 +200,22 @@ void Masters::step(bool in_one_pass) {
   const StateMode mode;
   hide_gradients();
   if (fused_ == nullptr) {
+    widen_states();
     if (!in_one_pass || !optim::step_in_one_pass(*optimizer_)) optimizer_->step();
     write_model();
     return;
   }
   step_fused([this](const optim::FusedStep& how) { fused_->step(how); });
+}
+
+// A state that was loaded since may be that of 16-bit weights: small changes of it would be lost.
+void Masters::widen_states() {
+  auto& state = optimizer_->state();
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (parameter.scalar_type() != at::kFloat) return;  // it has no master
+    const auto entry = state.find(parameter.unsafeGetTensorImpl());
+    if (entry != state.end()) widen_state(*entry->second);
+  });
 }
 
 void Masters::step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result) {

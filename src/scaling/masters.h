@@ -150,6 +150,7 @@ class Masters {
 
   void step_fused(const std::function<void(const optim::FusedStep&)>& take);
 
+  void widen_states();
   struct Adoption;
   // Gives every 16-bit parameter that has none a master.
   void adopt(const ExactValues& exact);

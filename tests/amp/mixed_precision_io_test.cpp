@@ -27,6 +27,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -693,6 +694,41 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
     archive.write("opt_level", c10::IValue(std::int64_t{2}));
   }));
   EXPECT_EQ(run.train(1), Step::stepped);
+}
+
+// LibTorch's state has the dtype of the weights that it was made for, and load() keeps it. In bf16 a
+// mean of squares no longer moves with a beta2 of 0.999.
+TEST(Masters, WidenTheStateOfATrainingIn16Bits) {
+  for (const auto& kind : test::all_optimizers()) {
+    for (const bool loads_before : {false, true}) {
+      SCOPED_TRACE(kind.name + (loads_before ? ", before" : ", after"));
+      ToyConvNet low = make_net();
+      const auto low_optimizer = kind.make(low->parameters());
+      auto narrow = initialize(low, *low_optimizer, options("O3"));
+      narrow.scale_loss(narrow.forward(low, images()).sum(), *low_optimizer).backward();
+      narrow.step(*low_optimizer);
+      std::stringstream file;
+      torch::save(*low_optimizer, file);
+
+      ToyConvNet net = make_net();
+      const auto optimizer = kind.make(net->parameters());
+      if (loads_before) torch::load(*optimizer, file);
+      auto mixed = initialize(net, *optimizer, options("O2"));
+      if (!loads_before) torch::load(*optimizer, file);
+      mixed.scale_loss(mixed.forward(net, images()).sum(), *optimizer).backward();
+      mixed.step(*optimizer);
+      for (const auto& [key, state] : optimizer->state()) {
+        auto archive = archived(
+            [kept = state.get()](torch::serialize::OutputArchive& out) { kept->serialize(out); });
+        for (const std::string& name : archive.keys()) {
+          c10::IValue value;
+          archive.read(name, value);
+          if (!value.isTensor()) continue;
+          EXPECT_EQ(value.toTensor().scalar_type(), torch::kFloat) << name;
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
