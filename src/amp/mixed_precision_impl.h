@@ -129,6 +129,7 @@ struct MixedPrecision::Impl {
     at::Tensor grad;
     at::Tensor master = {};    // whose gradient it was; undefined: the parameter's
     bool also_inside = false;  // the model's gradient contains it too, scaled
+    at::Tensor place = {};     // part of a larger tensor of the program, of which grad is a copy
   };
 
   // A tensor of a model that initialize cast to 16 bits.

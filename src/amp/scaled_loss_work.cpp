@@ -13,12 +13,15 @@
 namespace semitone::amp {
 namespace {
 
+bool is_part(const at::Tensor& grad) {
+  return grad.layout() == at::kStrided && grad.storage().nbytes() != grad.nbytes();
+}
+
 // Keeps a gradient while backward runs. A gradient that is part of a larger tensor, such as a
 // bucket that is reduced over ranks, is copied, since the backward pass writes there.
 at::Tensor kept(const at::Tensor& grad) {
   if (grad.layout() != at::kStrided) return grad;
-  const bool own = grad.storage().use_count() == 1 && grad.storage().nbytes() == grad.nbytes();
-  return own ? grad : grad.clone();
+  return grad.storage().use_count() == 1 && !is_part(grad) ? grad : grad.clone();
 }
 
 // A gradient times a scale, as backward would have left it in the parameter.
@@ -157,7 +160,8 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
     if (!grad.defined()) return;
     const auto [place, is_new] = mixed->set_aside.try_emplace(parameter.unsafeGetTensorImpl());
     if (!is_new && place->second.also_inside) return;
-    place->second = {parameter, kept(grad), {}, is_unreduced(grad)};
+    place->second = {parameter, kept(grad), {}, is_unreduced(grad), {}};
+    if (is_part(grad)) place->second.place = grad;
     if (!place->second.also_inside) return grad.reset();
     grad = scaled_again(parameter, grad, inverse);
     mark_unreduced(grad);
@@ -208,6 +212,24 @@ void ScaledLoss::Work::erase_set_aside(const OptimizerRecord& optimizer) {
   });
 }
 
+// A program may keep all gradients in one tensor, which it zeroes and sends to other ranks itself.
+// Backward adds to such gradients in place, without a loss scale; so they return there. Those that
+// are parts of another tensor since, such as a new bucket, stay.
+void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
+  const at::NoGradGuard no_grad;
+  optimizer.for_each_without_master([this](const at::Tensor& parameter) {
+    const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
+    at::Tensor& grad = parameter.mutable_grad();
+    if (found == mixed->set_aside.end() || !found->second.place.defined() || !grad.defined())
+      return;
+    const at::Tensor& place = found->second.place;
+    if (is_part(grad) || grad.requires_grad() || grad.layout() != at::kStrided ||
+        grad.scalar_type() != place.scalar_type() || grad.sizes() != place.sizes())
+      return;
+    grad = place.copy_(grad);
+  });
+}
+
 void ScaledLoss::Work::finish() {
   const events::PhaseScope phase(events::Phase::unscale);
   begin();  // where backward was not run at all
@@ -222,6 +244,7 @@ void ScaledLoss::Work::finish() {
   } else {
     mixed->unscale(optimizers, sharing, loss_id, inverse, inverse_on_device, /*named=*/true);
     for (OptimizerRecord* record : all) {
+      return_to_places(*record);
       erase_set_aside(*record);
       record->scaled.reset();
     }

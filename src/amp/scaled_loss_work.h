@@ -66,6 +66,7 @@ struct ScaledLoss::Work {
   void finish_elsewhere();
   void restore(const std::vector<OptimizerRecord*>& all) noexcept;
   void erase_set_aside(const OptimizerRecord& optimizer);
+  void return_to_places(const OptimizerRecord& optimizer);
   bool leaves_others_alone() const { return mixed->named_only || inverse_on_device.defined(); }
 };
 

@@ -110,6 +110,38 @@ TEST_P(GradientsInTheModel, KeepATrainingStableThatIsClippedByTorchsFunctions) {
   }
 }
 
+// As in a program that sends all gradients as one tensor.
+TEST(GradientsOfTheModel, StayInTheTensorThatTheProgramKeepsThemIn) {
+  for (const std::string level : {"O0", "O1", "O3"}) {
+    SCOPED_TRACE(level);
+    const Options options =
+        Options(level).dtype(torch::kHalf).loss_scale(level == "O0" ? "1" : "128");
+    Training trained(options, sgd(0.5));
+    Training want(options, sgd(0.5));
+    const auto parameters = trained.model->parameters();
+    std::int64_t count = 0;
+    for (const at::Tensor& parameter : parameters) count += parameter.numel();
+    const at::Tensor flat = torch::zeros({count}, parameters[0].options());
+    std::int64_t start = 0;
+    for (const at::Tensor& parameter : parameters) {
+      parameter.mutable_grad() = flat.narrow(0, start, parameter.numel()).view_as(parameter);
+      start += parameter.numel();
+    }
+    for (std::uint64_t i = 0; i < 2; ++i) {
+      flat.zero_();
+      trained.backward(1, i);
+      want.mixed->zero_grad(*want.optimizer);
+      want.backward(1, i);
+      std::vector<at::Tensor> grads;
+      for (const at::Tensor& parameter : want.model->parameters())
+        grads.push_back(parameter.grad().reshape(-1));
+      expect_bitwise_equal(flat, at::cat(grads));
+      trained.step();
+      want.step();
+    }
+  }
+}
+
 // Between forward and backward, as GANs do for the gradients that the other loss has left.
 TEST_P(GradientsInTheModel, MayBeZeroedAfterAForwardPass) {
   for (const bool in_place : {false, true}) {
