@@ -118,7 +118,7 @@ void check_arguments(Impl& impl, const OptimizerRefs& optimizers) {
                                                         : at::Tensor());
   }
   check_optimizers(optimizers, properties);
-  Impl::require_no_owner(optimizers, properties);
+  Impl::require_no_owner(optimizers);
 }
 
 // The policy, its region, the scalers and the settings: nothing that changes models or optimizers.

@@ -201,8 +201,8 @@ struct MixedPrecision::Impl {
   void disown_optimizers();
   // The object that has an optimizer, among all of the process. Error if there is none, or several.
   static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
-  // Error if another object has one of the optimizers, and one of the two makes master weights.
-  static void require_no_owner(const OptimizerRefs& optimizers, const Properties& properties);
+  // Error if one of the optimizers has master weights of another object.
+  static void require_no_owner(const OptimizerRefs& optimizers);
   // Other objects that this thread used last, with an optimizer.
   std::vector<Impl*> others_of_thread();
   static bool is_alive(const Impl* impl);

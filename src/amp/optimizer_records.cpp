@@ -91,21 +91,24 @@ void MixedPrecision::Impl::disown_optimizers() {
   std::erase_if(owners.by_optimizer, [this](const auto& entry) { return entry.second == this; });
 }
 
-void MixedPrecision::Impl::require_no_owner(const OptimizerRefs& optimizers,
-                                            const Properties& properties) {
+// The optimizer itself tells whether it has masters: another one may have had its address.
+void MixedPrecision::Impl::require_no_owner(const OptimizerRefs& optimizers) {
   Owners& owners = Owners::instance();
   const std::lock_guard lock(owners.mutex);
-  for (const torch::optim::Optimizer& optimizer : optimizers) {
+  for (torch::optim::Optimizer& optimizer : optimizers) {
     const auto [first, last] = owners.by_optimizer.equal_range(&optimizer);
-    const bool has_masters = std::any_of(first, last, [](const auto& entry) {
-      const Properties& others = entry.second->properties;
-      return others.enabled && others.master_weights;
-    });
-    if (first == last || !(has_masters || (properties.enabled && properties.master_weights)))
-      continue;
-    throw Error("amp.initialize", "an optimizer of one MixedPrecision, with master weights",
-                "one that another MixedPrecision has",
-                "name all models in one initialize({model, …}, {optimizer, …})");
+    for (auto entry = first; entry != last; ++entry) {
+      const auto& masters = entry->second->of(optimizer, "initialize").masters;
+      if (!masters.has_value()) continue;
+      bool has_master = false;
+      for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+        has_master = has_master || masters->is_master(parameter);
+      });
+      if (!has_master) continue;
+      throw Error("amp.initialize", "an optimizer of one MixedPrecision, with master weights",
+                  "one that another MixedPrecision has",
+                  "name all models in one initialize({model, …}, {optimizer, …})");
+    }
   }
 }
 
