@@ -77,9 +77,10 @@ constexpr int kManyBackwards = 64;
 
 // With master weights, optimizer.step() after loss.backward() finds no gradients, and does nothing.
 void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const char* caller) {
-  if (!record.watched || record.unseen_backwards == kManyBackwards ||
-      !record.masters->has_gradients_in_model() || ++record.unseen_backwards < kManyBackwards)
-    return;
+  if (!record.watched || record.unseen_backwards == kManyBackwards) return;
+  if (!record.masters->has_gradients_in_model()) return;
+  ++record.unseen_backwards;
+  if (record.unseen_backwards < kManyBackwards) return;
   warn(fmt::format(
       "{} calls of mixed.{} with gradients of loss.backward() in the model, and none of "
       "mixed.step(optimizer): optimizer.step() and optimizer.zero_grad() have the fp32 master "
@@ -90,9 +91,9 @@ void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const 
 
 // optimizer.step() before a ScaledLoss is finished finds no gradients, either.
 void MixedPrecision::Impl::count_unused_backward(OptimizerRecord& record) {
-  if (!record.watched || record.unused_backwards == kManyBackwards ||
-      ++record.unused_backwards < kManyBackwards)
-    return;
+  if (!record.watched || record.unused_backwards == kManyBackwards) return;
+  ++record.unused_backwards;
+  if (record.unused_backwards < kManyBackwards) return;
   warn(
       fmt::format("{} backward passes of mixed.scale_loss(…), and no call of "
                   "mixed.step(optimizer): it is to be called after the ScaledLoss is finished",

@@ -18,6 +18,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -63,14 +64,17 @@ OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamG
 // The memory that a parameter certainly uses. Of one with gaps, that is its first element: others
 // may lie between its elements.
 struct Memory {
-  explicit Memory(const at::Tensor& parameter, std::string name_)
-      : begin(static_cast<const char*>(parameter.const_data_ptr())), name(std::move(name_)) {
+  Memory(const at::Tensor& parameter, std::size_t order_, std::string name_)
+      : begin(static_cast<const char*>(parameter.const_data_ptr())),
+        order(order_),
+        name(std::move(name_)) {
     const bool has_gaps = !parameter.is_non_overlapping_and_dense();
     end = begin + (has_gaps ? parameter.itemsize() : parameter.nbytes());
   }
 
   const char* begin;
   const char* end;
+  std::size_t order;  // in the groups
   std::string name;
 };
 
@@ -85,11 +89,13 @@ std::string overlap_in(const ParamGroups& groups) {
       if (parameter.layout() != at::kStrided || parameter.is_meta() || parameter.numel() == 0 ||
           !seen.insert(parameter.unsafeGetTensorImpl()).second)
         continue;
-      all.emplace_back(parameter, fmt::format("parameter {} of group {}", i, g));
+      all.emplace_back(parameter, all.size(), fmt::format("parameter {} of group {}", i, g));
     }
   }
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
+  // Of those at one address, the earlier one first.
+  std::sort(all.begin(), all.end(), [](const Memory& a, const Memory& b) {
+    return std::tie(a.begin, a.order) < std::tie(b.begin, b.order);
+  });
   for (std::size_t i = 1; i < all.size(); ++i) {
     if (all[i].begin < all[i - 1].end) {
       return fmt::format("{} in the memory of {}: register one tensor in both places", all[i].name,
