@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace semitone::amp {
@@ -123,6 +122,7 @@ std::int64_t MixedPrecision::skipped_steps() const {
 }
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
+  impl().note_use();
   auto& record = impl().of(optimizer, "master_params");
   if (record.scaled.has_value() && record.scaled->open)
     Impl::require_unscaled(record, "master_params");
@@ -163,7 +163,7 @@ struct MixedPrecision::Region {
 };
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
-  impl().used_by = std::this_thread::get_id();
+  impl().note_use();
   const std::size_t index = impl().model_with(model, "forward");
   impl().require_on_device(index);
   impl().ran[index] = true;
@@ -177,7 +177,7 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
 }
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
-  impl().used_by = std::this_thread::get_id();
+  impl().note_use();
   impl().ran_elsewhere = true;
   impl().require_no_step_past("call");
   impl().sync("call");
@@ -210,7 +210,7 @@ c10::IValue MixedPrecision::cast_output(const c10::IValue& value) const {
 
 Autocast MixedPrecision::autocast() const {
   const Properties& properties = impl().properties;
-  impl().used_by = std::this_thread::get_id();
+  impl().note_use();
   impl().ran_elsewhere = true;
   if (!impl().policy.has_value())
     return Autocast(properties.device, properties.dtype, /*enabled=*/false);

@@ -195,6 +195,10 @@ struct MixedPrecision::Impl {
   int fp32_scopes = 0;  // Fp32Weights that are alive
   // The thread that last ran a model, scaled a loss or stepped; none before.
   std::atomic<std::thread::id> used_by;
+  std::atomic<std::int64_t> uses = 0;  // the number of such calls
+
+  void note_use();
+  bool has_scaled_gradients() const;
 
   // Lets owner_of() find this object by its optimizers.
   void own_optimizers();
@@ -261,6 +265,7 @@ struct MixedPrecision::Impl {
 
   // Undoes Masters::show_gradients: the coming backward pass would add to these gradients.
   void hide_gradients();
+  void show_gradients();
   // Masters::refresh_gradients() for a model (null: for all), before its forward pass.
   void refresh_gradients(const Model* model, const char* caller);
 

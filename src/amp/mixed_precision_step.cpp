@@ -22,7 +22,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -140,6 +139,7 @@ double norm_of(const Masters::Deferred& deferred, const std::vector<at::Tensor>&
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                        double norm_type, bool error_if_nonfinite) {
+  impl().note_use();
   Impl::OptimizerRecord& record = impl().of(optimizer, "clip_grad_norm_");
   Impl::require_unscaled(record, "clip_grad_norm_");
   Impl::require_unchanged_since_clipping(record, "clip_grad_norm_");
@@ -175,7 +175,7 @@ StepResult MixedPrecision::step(torch::optim::Optimizer& optimizer) {
 }
 
 StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
-  used_by = std::this_thread::get_id();
+  note_use();
   OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
     emit_gradients(optimizer);
@@ -335,6 +335,7 @@ Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function
 }
 
 void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
+  impl().note_use();
   Impl::OptimizerRecord& record = impl().of(optimizer, "zero_grad");
   if (record.masters.has_value()) record.masters->hide_gradients();
   record.watch.stop();

@@ -78,6 +78,11 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
   parameters_seen = std::move(parameters);
 }
 
+void MixedPrecision::Impl::note_use() {
+  used_by = std::this_thread::get_id();
+  ++uses;
+}
+
 void MixedPrecision::Impl::own_optimizers() {
   Owners& owners = Owners::instance();
   const std::lock_guard lock(owners.mutex);

@@ -9,7 +9,6 @@
 #include <exception>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -126,7 +125,7 @@ std::vector<MixedPrecision::Impl::OptimizerRecord*> MixedPrecision::Impl::sharin
 ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                                             ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
-  used_by = std::this_thread::get_id();
+  note_use();
   if (!scale_on_device.has_value()) settle();  // not while a step is captured
   const LossScaler& with = scaler(options.loss_id(), kCaller);
   require_no_step_past(kCaller);

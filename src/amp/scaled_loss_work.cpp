@@ -62,6 +62,7 @@ void ScaledLoss::Work::check() const {
 // until it is over. This covers all parameters, of every optimizer.
 void ScaledLoss::Work::begin() {
   if (begun) return;
+  if (!is_elsewhere) mixed->note_use();
   check();
   mixed->pull("scale_loss");
   for (const OptimizerRecord* record : concerned()) {
@@ -88,8 +89,9 @@ void ScaledLoss::Work::begin() {
   begin_elsewhere();
 }
 
-// The loss may have gone through models of other MixedPrecision objects. Their parameters get
-// unscaled gradients too, where their optimizers read them.
+// The loss may go through models of other MixedPrecision objects. Parameters without a gradient get
+// unscaled ones too, where their optimizers read them. Objects with scaled gradients of their own,
+// or with a part of these models, are left alone.
 void ScaledLoss::Work::begin_elsewhere() {
   if (is_elsewhere || leaves_others_alone()) return;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -104,13 +106,14 @@ void ScaledLoss::Work::begin_elsewhere() {
   if (all.empty()) return;
   shares(*mixed);
   for (Impl* const other : all) {
-    if (!other->properties.enabled || other->fp32_scopes > 0) continue;
+    if (!other->properties.enabled || other->fp32_scopes > 0 || other->has_scaled_gradients())
+      continue;
     other->find_shared_parameters("scale_loss");
     if (shares(*other)) continue;
-    Elsewhere& there = elsewhere.emplace_back(Elsewhere{other, {}});
+    Elsewhere& there = elsewhere.emplace_back(Elsewhere{other, other->uses, {}});
+    other->hide_gradients();
     other->for_each_parameter_of_models([&](const at::Tensor& parameter) {
-      there.before.push_back({parameter, parameter.grad()});
-      parameter.mutable_grad().reset();
+      if (!parameter.grad().defined()) there.without_gradient.push_back(parameter);
     });
   }
 }
@@ -119,24 +122,37 @@ void ScaledLoss::Work::finish_elsewhere() {
   for (; !elsewhere.empty(); elsewhere.pop_back()) finish(elsewhere.back());
 }
 
-// As a loss of that object for which none of its optimizers was named.
-void ScaledLoss::Work::finish(Elsewhere& there) {
+// As a loss of that object for which none of its optimizers was named. If the program has used the
+// object since, it is not known what its gradients are.
+void ScaledLoss::Work::finish(const Elsewhere& there) {
+  Impl* const other = there.mixed;
+  if (!Impl::is_alive(other) || other->used_by.load() != std::this_thread::get_id() ||
+      other->uses != there.uses || other->has_scaled_gradients())
+    return;
   std::vector<std::pair<at::Tensor, at::Tensor>> scaled;
-  for (const SetAside& before : there.before) {
-    at::Tensor& grad = before.parameter.mutable_grad();
-    if (grad.defined()) scaled.emplace_back(before.parameter, grad);
-    grad = before.grad;
+  for (const at::Tensor& parameter : there.without_gradient) {
+    const at::Tensor& grad = parameter.grad();
+    if (!grad.defined()) continue;
+    if (is_unreduced(grad)) return;  // ranks add to it where it is
+    scaled.emplace_back(parameter, grad);
   }
-  if (scaled.empty() || !Impl::is_alive(there.mixed)) return;
-  Work work{there.mixed, 0, inverse, {}, /*delay=*/false, {}};
+  // A hook is called on all ranks, or on none.
+  if (scaled.empty() && !other->found_inf_hook) return other->show_gradients();
+  const auto put = [&](bool back) {
+    for (const auto& [parameter, grad] : scaled)
+      parameter.mutable_grad() = back ? grad : at::Tensor();
+  };
+  Work work{other, 0, inverse, {}, /*delay=*/false, {}};
   work.is_elsewhere = true;
-  work.begin();
-  for (const auto& [parameter, grad] : scaled) {
-    // begin() leaves what ranks have not averaged yet, scaled.
-    at::Tensor& now = parameter.mutable_grad();
-    now = now.defined() ? now + grad : grad;
+  put(false);
+  try {
+    work.begin();
+    put(true);
+    work.finish();
+  } catch (...) {
+    work.put_back();
+    throw;
   }
-  work.finish();
 }
 
 void ScaledLoss::Work::begin(OptimizerRecord& record) {
@@ -226,13 +242,16 @@ void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
     if (is_part(grad) || grad.requires_grad() || grad.layout() != at::kStrided ||
         grad.scalar_type() != place.scalar_type() || grad.sizes() != place.sizes())
       return;
+    const bool own = is_unreduced(grad);
     grad = place.copy_(grad);
+    own ? mark_unreduced(grad) : clear_unreduced(grad);
   });
 }
 
 void ScaledLoss::Work::finish() {
   const events::PhaseScope phase(events::Phase::unscale);
   begin();  // where backward was not run at all
+  if (!is_elsewhere) mixed->note_use();
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();
@@ -335,7 +354,9 @@ void ScaledLoss::Work::restore(const std::vector<OptimizerRecord*>& all) noexcep
 void ScaledLoss::Work::put_back() noexcept {
   if (!begun) return;
   for (const Elsewhere& there : elsewhere) {
-    for (const SetAside& before : there.before) before.parameter.mutable_grad() = before.grad;
+    if (!Impl::is_alive(there.mixed) || there.mixed->uses != there.uses) continue;
+    for (const at::Tensor& parameter : there.without_gradient) parameter.mutable_grad().reset();
+    there.mixed->show_gradients();
   }
   elsewhere.clear();
   restore(concerned());
@@ -367,9 +388,9 @@ bool ScaledLoss::Work::any_gradient() const {
          std::any_of(free.begin(), free.end(),
                      [](const SetAside& before) { return before.parameter.grad().defined(); }) ||
          std::any_of(elsewhere.begin(), elsewhere.end(), [](const Elsewhere& there) {
-           return std::any_of(there.before.begin(), there.before.end(), [](const SetAside& before) {
-             return before.parameter.grad().defined();
-           });
+           return std::any_of(
+               there.without_gradient.begin(), there.without_gradient.end(),
+               [](const at::Tensor& parameter) { return parameter.grad().defined(); });
          });
 }
 

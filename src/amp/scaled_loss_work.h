@@ -24,10 +24,11 @@ struct ScaledLoss::Work {
     std::vector<SetAside> before;
   };
 
-  // The parameters of another MixedPrecision, whose gradients are kept apart during backward.
+  // Another MixedPrecision, as it was before backward.
   struct Elsewhere {
     Impl* mixed;
-    std::vector<SetAside> before;
+    std::int64_t uses;
+    std::vector<at::Tensor> without_gradient;  // the models' parameters
   };
 
   Impl* mixed;
@@ -61,7 +62,7 @@ struct ScaledLoss::Work {
   void begin_free();
   void begin_elsewhere();
   void finish(Other& other);
-  void finish(Elsewhere& there);
+  void finish(const Elsewhere& there);
   void finish_free();
   void finish_elsewhere();
   void restore(const std::vector<OptimizerRecord*>& all) noexcept;

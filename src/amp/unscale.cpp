@@ -175,6 +175,17 @@ void MixedPrecision::Impl::hide_gradients() {
   }
 }
 
+void MixedPrecision::Impl::show_gradients() {
+  for (OptimizerRecord& record : optimizers) {
+    if (record.masters.has_value()) record.masters->show_gradients();
+  }
+}
+
+bool MixedPrecision::Impl::has_scaled_gradients() const {
+  return std::any_of(optimizers.begin(), optimizers.end(),
+                     [](const OptimizerRecord& record) { return record.scaled.has_value(); });
+}
+
 void MixedPrecision::Impl::refresh_gradients(const Model* model, const char* caller) {
   if (models.size() == 1) model = nullptr;  // entries_of() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;

@@ -22,15 +22,24 @@
 namespace semitone::amp {
 
 GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
-    : scaler_(options), enabled_(enabled), unscaled_(std::make_shared<UnscaledGradients>()) {}
+    : scaler_(options), enabled_(enabled) {}
+
+GradScaler::Unscaled::Unscaled() : shared_(std::make_shared<UnscaledGradients>()) {}
+GradScaler::Unscaled::Unscaled(const Unscaled& other)
+    : shared_(std::make_shared<UnscaledGradients>(*other.shared_)) {}
+GradScaler::Unscaled& GradScaler::Unscaled::operator=(const Unscaled& other) {
+  if (this != &other) shared_ = std::make_shared<UnscaledGradients>(*other.shared_);
+  return *this;
+}
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled_) return loss;
   settle_update();
   at::Tensor scaled = scaler_.scaled(loss);
   if (scaled.requires_grad()) {
-    scaled.register_hook(
-        [unscaled = unscaled_](const at::TensorBase& /*grad*/) { unscaled->begin_backward(); });
+    scaled.register_hook([unscaled = unscaled_.shared()](const at::TensorBase& /*grad*/) {
+      unscaled->begin_backward();
+    });
   }
   scaled_ = true;
   return scaled;

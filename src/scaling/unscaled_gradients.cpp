@@ -6,6 +6,13 @@
 
 namespace semitone::amp {
 
+UnscaledGradients::UnscaledGradients(const UnscaledGradients& other)
+    : std::enable_shared_from_this<UnscaledGradients>() {
+  const std::lock_guard lock(other.mutex_);
+  entries_ = other.entries_;
+  backwards_ = other.backwards_;
+}
+
 UnscaledGradients::Entry UnscaledGradients::entry_of(const at::Tensor& parameter) {
   const at::Tensor& grad = parameter.grad();
   return {Weak(parameter.getIntrusivePtr()), grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,

@@ -18,6 +18,12 @@ namespace semitone::amp {
 // in the thread of the device.
 class UnscaledGradients : public std::enable_shared_from_this<UnscaledGradients> {
  public:
+  UnscaledGradients() = default;
+  // Losses that exist stay with the original.
+  UnscaledGradients(const UnscaledGradients& other);
+  UnscaledGradients& operator=(const UnscaledGradients&) = delete;
+  ~UnscaledGradients() = default;
+
   // The parameter's gradient, if it has one, is unscaled from now on.
   void note(const at::Tensor& parameter);
   bool has(const at::Tensor& parameter) const;

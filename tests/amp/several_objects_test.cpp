@@ -126,6 +126,53 @@ TEST(SeveralObjects, SkipTheStepOfALossThatOverflowed) {
   }
 }
 
+// Losses of different objects may be in progress at the same time.
+TEST(SeveralObjects, KeepTheGradientsOfTheirOwnLosses) {
+  for (const std::string level : {"O1", "O2"}) {
+    for (const bool in_one_pass : {false, true}) {
+      SCOPED_TRACE(level + (in_one_pass ? ", one pass" : ""));
+      const auto train = [&](Pair& pair) {
+        Part& one = pair.generator;
+        Part& other = pair.critic;
+        auto first = one.mixed->scale_loss(one(torch::ones({1, 4})).sum(), *one.optimizer);
+        auto second = other.mixed->scale_loss(other(torch::ones({1, 4})).sum(), *other.optimizer);
+        if (in_one_pass) {
+          (first.value() + second.value()).backward();
+        } else {
+          first.value().backward();
+          second.value().backward();
+        }
+        first.finish();
+        second.finish();
+        EXPECT_EQ(one.mixed->step(*one.optimizer), Step::stepped);
+        EXPECT_EQ(other.mixed->step(*other.optimizer), Step::stepped);
+      };
+      Pair plain(Options("O0"));
+      train(plain);
+      Pair pair(scaled_by(level, torch::kHalf, "128"));
+      train(pair);
+      expect_bitwise_equal(pair.critic.weight(), plain.critic.weight());
+      expect_bitwise_equal(pair.generator.weight(), plain.generator.weight());
+    }
+  }
+}
+
+// The first object's masters cannot take a graph: the second one's gradients are as before.
+TEST(SeveralObjects, StayUsableWhereTheBackwardPassThrows) {
+  Part critic(scaled_by("O1", torch::kHalf, "128"), torch::tensor({{1.0F, 0.5F, 2.0F, 4.0F}}));
+  Part generator(scaled_by("O2", torch::kHalf, "128"), torch::eye(4) * 2);
+  const auto loss = [&] { return critic(generator(torch::ones({1, 4}))).sum(); };
+  expect_error(
+      [&] {
+        critic.mixed->scale_loss(loss(), *critic.optimizer)
+            .backward({}, /*retain_graph=*/false, /*create_graph=*/true);
+      },
+      {"[amp.unscale]"});
+  EXPECT_FALSE(generator.layer->weight.grad().defined());
+  generator.mixed->scale_loss(loss(), *generator.optimizer).backward();
+  EXPECT_EQ(generator.mixed->step(*generator.optimizer), Step::stepped);
+}
+
 // It would be a race to look at the gradients of an object that another thread uses.
 TEST(SeveralObjects, OfAnotherThreadAreLeftAlone) {
   Pair pair(scaled_by("O2", torch::kHalf, "128"));

@@ -39,6 +39,24 @@ TEST(GradScaler, ACopyGoesItsOwnWay) {
   EXPECT_EQ(copy.get_scale(), 256);
 }
 
+TEST(GradScaler, CopiesKnowTheirOwnUnscaledGradients) {
+  const auto mine = parameter({1});
+  const auto other = parameter({1});
+  torch::optim::SGD optimizer({mine}, 1.0);
+  torch::optim::SGD others({other}, 1.0);
+  GradScaler scaler(LossScaleOptions::fixed(128));
+  GradScaler copy = scaler;
+  scaler.scale((4 * mine).sum()).backward();
+  scaler.unscale_(optimizer);
+  copy.scale((3 * other).sum()).backward();
+  EXPECT_EQ(copy.step(others), Step::stepped);
+  copy.update();
+  mine.mutable_grad().mul_(0.5);
+  EXPECT_EQ(scaler.step(optimizer), Step::stepped);
+  EXPECT_EQ(mine.item<float>(), 1 - 2);
+  EXPECT_EQ(other.item<float>(), 1 - 3);
+}
+
 TEST(GradScaler, SavedAndLoadedEveryStepItTrainsAsBefore) {
   const auto kind = test::all_optimizers()[2];
   Training straight(kind);

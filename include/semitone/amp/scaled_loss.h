@@ -35,9 +35,9 @@ struct ScaleLossOptions {
 /// GAN therefore zeroes the discriminator's gradients after the generator's loss. If a gradient of
 /// the loss overflows, each optimizer named in scale_loss skips its next step, and the skipped step
 /// updates the loss scale. Another optimizer skips its next step only if it still has these
-/// gradients then, that is, if they were not zeroed. The same holds for models and optimizers of
-/// other MixedPrecision objects that this thread was the last to use, if they have no parameter in
-/// common with this one.
+/// gradients then, that is, if they were not zeroed. The same holds for parameters without a
+/// gradient in models of other MixedPrecision objects, which this thread was the last to use, and
+/// which have no parameter in common with this one, nor scaled gradients of their own.
 ///
 /// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a

@@ -172,7 +172,22 @@ class GradScaler {
   bool warned_ = false;   // of a step without gradients
   // Since the last update.
   mutable std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;
-  std::shared_ptr<UnscaledGradients> unscaled_;  // shared with the losses of scale()
+  // Shared with the losses of scale(); a copy of the scaler has a copy of it.
+  class Unscaled {
+   public:
+    Unscaled();
+    Unscaled(const Unscaled& other);
+    Unscaled& operator=(const Unscaled& other);
+    Unscaled(Unscaled&&) noexcept = default;
+    Unscaled& operator=(Unscaled&&) noexcept = default;
+    ~Unscaled() = default;
+    UnscaledGradients* operator->() const { return shared_.get(); }
+    const std::shared_ptr<UnscaledGradients>& shared() const { return shared_; }
+
+   private:
+    std::shared_ptr<UnscaledGradients> shared_;
+  };
+  Unscaled unscaled_;
   detail::ParameterNames names_;
   FoundInfHook found_inf_hook_;
 };
