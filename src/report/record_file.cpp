@@ -28,6 +28,10 @@ void FilePlace::refuse(std::string_view expected, std::string_view got) const {
                             : "restore the line, or remove it: the report then lacks its values");
 }
 
+std::filesystem::path run_json_path(const std::filesystem::path& directory, int start) {
+  return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
+}
+
 std::optional<std::string> read_record(const std::filesystem::path& path) {
   std::error_code error;
   const auto status = std::filesystem::status(path, error);

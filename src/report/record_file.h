@@ -23,6 +23,9 @@ struct FilePlace {
   [[noreturn]] void refuse(std::string_view expected, std::string_view got) const;
 };
 
+// The file run.json of a start: 1, 2, …
+std::filesystem::path run_json_path(const std::filesystem::path& directory, int start);
+
 // The whole content; nullopt if there is no such file. FileError if it cannot be read.
 std::optional<std::string> read_record(const std::filesystem::path& path);
 

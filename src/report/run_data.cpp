@@ -4,7 +4,6 @@
 #include "src/report/metrics_file.h"
 #include "src/report/number_formats.h"
 #include "src/report/record_file.h"
-#include "src/report/run_json.h"
 #include "src/report/samples_file.h"
 
 #include <fmt/format.h>

@@ -8,12 +8,12 @@
 #include "src/core/parse_number.h"
 #include "src/core/usable_cores.h"
 #include "src/report/append_file.h"
+#include "src/report/record_file.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include <fmt/chrono.h>
-#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
@@ -73,10 +73,6 @@ Json environment(std::int64_t rank, std::int64_t world_size) {
 }
 
 }  // namespace
-
-std::filesystem::path run_json_path(const std::filesystem::path& directory, int start) {
-  return directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
-}
 
 int starts_in(const std::filesystem::path& directory) {
   std::error_code ignored;

@@ -12,9 +12,6 @@
 // Internal interface: other rooms include this header.
 namespace semitone::report {
 
-// The file of a start: 1, 2, …
-std::filesystem::path run_json_path(const std::filesystem::path& directory, int start);
-
 // How often a run was started in a directory: 0 if there is none.
 int starts_in(const std::filesystem::path& directory);
 
