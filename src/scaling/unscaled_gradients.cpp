@@ -7,7 +7,7 @@
 namespace semitone::amp {
 
 UnscaledGradients::UnscaledGradients(const UnscaledGradients& other)
-    : std::enable_shared_from_this<UnscaledGradients>() {
+    : std::enable_shared_from_this<UnscaledGradients>(other) {
   const std::lock_guard lock(other.mutex_);
   entries_ = other.entries_;
   backwards_ = other.backwards_;
