@@ -371,9 +371,7 @@ void ScaledLoss::Work::put_back() noexcept {
     }
   }
   for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
-  for (OptimizerRecord& record : mixed->optimizers) {
-    if (record.masters.has_value()) record.masters->show_gradients();
-  }
+  mixed->show_gradients();
 }
 
 bool ScaledLoss::Work::any_gradient() const {

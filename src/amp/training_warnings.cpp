@@ -73,14 +73,19 @@ namespace {
 // More micro-batches than programs accumulate.
 constexpr int kManyBackwards = 64;
 
+// Counts a backward pass. True once: for the one with which they are many.
+bool are_many_now(int& backwards) {
+  if (backwards == kManyBackwards) return false;
+  ++backwards;
+  return backwards == kManyBackwards;
+}
+
 }  // namespace
 
 // With master weights, optimizer.step() after loss.backward() finds no gradients, and does nothing.
 void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const char* caller) {
   if (!record.watched || record.unseen_backwards == kManyBackwards) return;
-  if (!record.masters->has_gradients_in_model()) return;
-  ++record.unseen_backwards;
-  if (record.unseen_backwards < kManyBackwards) return;
+  if (!record.masters->has_gradients_in_model() || !are_many_now(record.unseen_backwards)) return;
   warn(fmt::format(
       "{} calls of mixed.{} with gradients of loss.backward() in the model, and none of "
       "mixed.step(optimizer): optimizer.step() and optimizer.zero_grad() have the fp32 master "
@@ -91,9 +96,7 @@ void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const 
 
 // optimizer.step() before a ScaledLoss is finished finds no gradients, either.
 void MixedPrecision::Impl::count_unused_backward(OptimizerRecord& record) {
-  if (!record.watched || record.unused_backwards == kManyBackwards) return;
-  ++record.unused_backwards;
-  if (record.unused_backwards < kManyBackwards) return;
+  if (!record.watched || !are_many_now(record.unused_backwards)) return;
   warn(
       fmt::format("{} backward passes of mixed.scale_loss(…), and no call of "
                   "mixed.step(optimizer): it is to be called after the ScaledLoss is finished",
