@@ -22,6 +22,9 @@ struct ChildOptions {
   int err = -1;
   bool own_group = false;      // leads a process group of its own, or stays in ours
   int death_signal = SIGTERM;  // when the thread that started it ends
+  // A socket to which the child sends its number, a pid_t, before it runs the program, and then the
+  // negative of its number if the program cannot be run; -1: none.
+  int registry = -1;
 };
 
 // Starts a process; returns when it runs. Error if it cannot be run. The child has no blocked

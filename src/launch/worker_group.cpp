@@ -73,8 +73,8 @@ void WorkerGroup::start(int local_rank) {
   child.err = err.number();
   child.own_group = true;
   child.death_signal = SIGKILL;
+  child.registry = reaper_.registry();
   worker.id = start_child(child);
-  reaper_.add(worker.id);
   worker.handle = handle_of(worker.id);
   workers_.push_back(std::move(worker));
 }

@@ -87,16 +87,9 @@ WorkerReaper::~WorkerReaper() {
   }
 }
 
-void WorkerReaper::add(pid_t group) {
-  send(group);
-}
-
 void WorkerReaper::remove(pid_t group) {
-  send(-group);
-}
-
-void WorkerReaper::send(pid_t group) {
-  while (::send(socket_.number(), &group, sizeof group, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  const pid_t message = -group;
+  while (::send(socket_.number(), &message, sizeof message, MSG_NOSIGNAL) < 0 && errno == EINTR) {
   }
 }
 

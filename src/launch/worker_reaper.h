@@ -17,13 +17,13 @@ class WorkerReaper {
   WorkerReaper(const WorkerReaper&) = delete;
   WorkerReaper& operator=(const WorkerReaper&) = delete;
 
-  void add(pid_t group);
+  // Where a child adds its group (ChildOptions::registry). This process would be late: if it were
+  // killed before it has noted a child that runs already, what that child has started would stay.
+  int registry() const { return socket_.number(); }
   // Removes a group that has ended; another group may get its number.
   void remove(pid_t group);
 
  private:
-  void send(pid_t group);
-
   Descriptor socket_;
   pid_t id_ = -1;
 };

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/launch/child.h"
+#include "src/launch/descriptor.h"
 #include "tests/support/environment.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/terminal.h"
@@ -19,6 +20,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::launch {
 namespace {
@@ -200,6 +202,32 @@ TEST(Child, InAGroupOfItsOwnMayWriteToATerminalWithTostop) {
     return wait_for(start_child(child)).success() ? 0 : 1;
   });
   EXPECT_EQ(output, "hello\r\n");
+}
+
+std::vector<pid_t> numbers_in(const Descriptor& socket) {
+  std::vector<pid_t> numbers;
+  for (pid_t number = 0; ::read(socket.number(), &number, sizeof number) == sizeof number;)
+    numbers.push_back(number);
+  return numbers;
+}
+
+// Whoever starts it may be killed while it runs already.
+TEST(Child, IsRegisteredBeforeItsProgramRuns) {
+  auto [registry, reader] = socket_pair();
+  ChildOptions child;
+  // A program that cannot be run has been registered, and is no longer.
+  child.argv = {"/no/such/program"};
+  child.registry = registry.number();
+  EXPECT_THROW(start_child(child), Error);
+  const auto failed = numbers_in(reader);
+  ASSERT_EQ(failed.size(), 2U);
+  EXPECT_GT(failed[0], 0);
+  EXPECT_EQ(failed[1], -failed[0]);
+
+  child.argv = {"true"};
+  const pid_t id = start_child(child);
+  EXPECT_THAT(numbers_in(reader), ::testing::ElementsAre(id));
+  EXPECT_TRUE(wait_for(id).success());
 }
 
 TEST(Process, CapturesWhereThisProcessHasClosedItsOwnStreams) {
