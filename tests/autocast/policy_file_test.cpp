@@ -191,6 +191,9 @@ TEST_F(PolicyFile, SaysWhatIsWrongInAFile) {
     for (const std::string& part : parts)
       EXPECT_NE(error.find(part), std::string::npos) << text << "\n" << error;
   }
+  std::string many = head + R"("preset": "apex", "operators": {"x": "ban")";
+  for (int i = 0; i < 60'000; ++i) many += ",\"" + std::to_string(i) + "\":\"ban\"";
+  EXPECT_THAT(error_of_file(many + "}}"), testing::HasSubstr("at most 20000 keys"));
   EXPECT_THROW(CastPolicy::from_file(directory_ / "none.json", kTarget), FileError);
   EXPECT_THROW(CastPolicy::from_file(directory_.path(), kTarget), FileError);
   EXPECT_THROW(CastPolicy::semitone(kTarget).save(directory_.path() / "none" / "policy.json"),

@@ -4,6 +4,7 @@
 #include "semitone/weights/file.h"
 #include "semitone/zoo/idx.h"
 #include "semitone/zoo/text.h"
+#include "src/autocast/policy_text.h"
 #include "src/checkpoint/manifest.h"
 #include "src/report/metrics_file.h"
 #include "src/report/report_json.h"
@@ -78,6 +79,17 @@ void pickle(std::string_view input) {
     while (pickle.position() < input.size()) pickle.read();
   } catch (const FileError&) {
   }
+}
+
+void policy(std::string_view input) {
+  std::string text;
+  try {
+    text = amp::to_text(amp::parse_policy(input, "the input"));
+  } catch (const FileError&) {
+    return;
+  }
+  if (amp::to_text(amp::parse_policy(text, "what was written")) != text)
+    throw std::logic_error("a policy to be the same after it was written");
 }
 
 void records(std::string_view input) {

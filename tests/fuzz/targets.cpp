@@ -13,6 +13,7 @@ std::span<const Target> targets() {
                                        Target{"manifest", manifest},
                                        Target{"messages", messages},
                                        Target{"pickle", pickle},
+                                       Target{"policy", policy},
                                        Target{"records", records},
                                        Target{"rendezvous", rendezvous},
                                        Target{"safetensors", safetensors},

@@ -18,8 +18,9 @@ void lines(std::string_view input);        // the lines of a connection
 void manifest(std::string_view input);     // checkpoints' manifests
 void messages(std::string_view input);     // lines of launchers
 void pickle(std::string_view input);       // the pickle in a file of torch.save
+void policy(std::string_view input);       // cast policies in files
 void records(std::string_view input);      // the lines of a run's record, and its report
-void rendezvous(std::string_view input);   // URLs, endpoints and numbers of nodes
+void rendezvous(std::string_view input);   // URLs, endpoints and ranks with streams
 void safetensors(std::string_view input);  // the JSON header, and sizes that it states
 void text(std::string_view input);         // texts, also gzipped
 void watch(std::string_view input);        // lines of ranks, and what they put into the store
