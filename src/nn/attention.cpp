@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/nn/arguments.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -87,6 +88,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
     throw Error("nn.attention", "a mask that needs no gradient", "one that requires grad",
                 "use at::scaled_dot_product_attention");
   }
+  note_kernel_reads(query, key, value, settings.mask);
   if (is_recorded({query, key, value}))
     return AttentionFunction::apply(query, key, value, settings);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);

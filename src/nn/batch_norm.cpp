@@ -8,6 +8,7 @@
 #include "src/kernels/pointwise.h"
 #include "src/nn/arguments.h"
 #include "src/nn/batch_norm_channels.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -266,6 +267,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
 
 at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
+  note_kernel_reads(input, layer.weight, layer.bias, layer.residual);
   return BatchNormFunction::apply(input, if_defined(layer.weight), if_defined(layer.bias),
                                   if_defined(layer.residual), layer);
 }

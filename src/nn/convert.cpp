@@ -2,6 +2,7 @@
 
 #include "src/kernels/convert.h"
 #include "src/nn/arguments.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/plain.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -52,6 +53,7 @@ at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
   if (tensor.scalar_type() != at::kFloat || !is_plain(tensor) ||
       !kernels::is_worth_converting(tensor, dtype))
     return tensor.to(dtype).to(at::kFloat);
+  note_kernel_reads(tensor);
   return is_recorded({tensor}) ? RoundFunction::apply(tensor, dtype)
                                : kernels::round_to(tensor, dtype);
 }
@@ -60,6 +62,7 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   if (tensor.scalar_type() == dtype || !is_plain(tensor) ||
       !kernels::is_worth_converting(tensor, dtype))
     return tensor.to(dtype);
+  note_kernel_reads(tensor);
   return is_recorded({tensor}) ? ConvertFunction::apply(tensor, dtype)
                                : kernels::convert(tensor, dtype);
 }

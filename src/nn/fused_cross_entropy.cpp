@@ -4,6 +4,7 @@
 #include "src/kernels/cross_entropy.h"
 #include "src/kernels/on_cuda.h"
 #include "src/nn/class_targets.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <ATen/OpMathType.h>
@@ -129,6 +130,7 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }
   check_targets_of(logits, target);
+  note_kernel_reads(logits, target);
   return CrossEntropyFunction::apply(logits, target.to(at::kLong), settings);
 }
 
@@ -144,7 +146,9 @@ at::Tensor FusedCrossEntropyImpl::forward(const at::Tensor& logits, const at::Te
 
 void FusedCrossEntropyImpl::reset() {
   check_label_smoothing(kFusedCrossEntropy, options.label_smoothing());
-  weight = register_buffer("weight", options.weight());
+  // A copy: conversions of a module, and clones of it, set the data of their buffers.
+  const at::Tensor& given = options.weight();
+  weight = register_buffer("weight", given.defined() ? given.detach().clone() : given);
 }
 
 void FusedCrossEntropyImpl::pretty_print(std::ostream& stream) const {

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/kernels/dropout.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/new_dropout.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -94,6 +95,7 @@ at::Tensor fused_dropout(const at::Tensor& input, double p, bool train) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return at::dropout(input, p, train);
   }
+  note_kernel_reads(input);
   return DropoutFunction::apply(input, std::nullopt, new_dropout(p), input.scalar_type());
 }
 
@@ -109,6 +111,7 @@ at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual
   if (p == 0 || !train || input.numel() == 0) return at::add(input, residual);
   if (!has_kernel(input) || !has_kernel(residual))
     return at::add(fused_dropout(input, p, train), residual);
+  note_kernel_reads(input, residual);
   return DropoutFunction::apply(input, residual, new_dropout(p),
                                 at::promote_types(input.scalar_type(), residual.scalar_type()));
 }

@@ -4,6 +4,7 @@
 #include "src/kernels/gelu.h"
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -59,6 +60,7 @@ class GeluFunction : public torch::autograd::Function<GeluFunction> {
 };
 
 at::Tensor apply(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
+  note_kernel_reads(input, bias);
   if (is_recorded({input, bias})) return GeluFunction::apply(input, if_defined(bias), form);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return kernels::gelu(input, bias, form);

@@ -4,6 +4,7 @@
 #include "src/kernels/layer_norm.h"
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -90,6 +91,7 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
 
 at::Tensor layer_norm(const at::Tensor& input, const LayerNormParameters& layer) {
   check(input, layer);
+  note_kernel_reads(input, layer.weight, layer.bias);
   const kernels::LayerNorm norm{.columns = c10::multiply_integers(layer.normalized_shape),
                                 .centred = layer.centred,
                                 .eps = layer.eps,

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
+#include "src/nn/kernel_reads.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -81,6 +82,7 @@ void check(const at::Tensor& input, const MaxPool& pool) {
 
 at::Tensor max_pool2d(const at::Tensor& input, const MaxPool& pool) {
   check(input, pool);
+  note_kernel_reads(input);
   if (is_recorded({input})) return MaxPoolFunction::apply(input, pool);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return kernels::max_pool2d(input, pool, /*with_places=*/false).output;

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/kernels/pointwise.h"
 #include "src/nn/arguments.h"
+#include "src/nn/kernel_reads.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -68,10 +69,12 @@ void check_sum(const char* component, const at::Tensor& a, const at::Tensor& b) 
 }  // namespace
 
 at::Tensor relu(const at::Tensor& input) {
+  note_kernel_reads(input);
   return is_recorded({input}) ? ReluFunction::apply(input, false) : kernels::relu(input);
 }
 
 at::Tensor relu_(const at::Tensor& input) {
+  note_kernel_reads(input);
   if (is_recorded({input})) return ReluFunction::apply(input, true);
   kernels::relu_(input);
   return input;
@@ -79,11 +82,13 @@ at::Tensor relu_(const at::Tensor& input) {
 
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) {
   check_sum("nn.add", a, b);
+  note_kernel_reads(a, b);
   return is_recorded({a, b}) ? AddFunction::apply(a, b, false) : kernels::add(a, b);
 }
 
 at::Tensor add_(const at::Tensor& a, const at::Tensor& b) {
   check_sum("nn.add_", a, b);
+  note_kernel_reads(a, b);
   if (is_recorded({a, b})) return AddFunction::apply(a, b, true);
   kernels::add_(a, b);
   return a;

@@ -2,6 +2,7 @@
 
 #include "src/core/fingerprint.h"
 #include "src/core/operator_inputs.h"
+#include "src/nn/kernel_reads.h"
 
 #include <utility>
 
@@ -45,6 +46,7 @@ CapturedTensors::CapturedTensors(const std::vector<at::Tensor>& known)
                                              .needsInputs(true)
                                              .needsOutputs(true)
                                              .scopes({at::RecordScope::FUNCTION}));
+    on_kernel_read() = read_by_kernel;
   }
   for (const at::Tensor& tensor : known) {
     if (tensor.defined()) see_result(tensor);
@@ -52,7 +54,10 @@ CapturedTensors::CapturedTensors(const std::vector<at::Tensor>& known)
 }
 
 CapturedTensors::~CapturedTensors() {
-  if (outer_ == nullptr) at::removeCallback(handle_);
+  if (outer_ == nullptr) {
+    at::removeCallback(handle_);
+    on_kernel_read() = nullptr;
+  }
   innermost = outer_;
 }
 
@@ -88,6 +93,11 @@ void CapturedTensors::end(const at::RecordFunction& record, at::ObserverContext*
   }
 }
 
+void CapturedTensors::read_by_kernel(const at::Tensor& tensor) {
+  for (CapturedTensors* each = innermost; each != nullptr; each = each->outer_)
+    each->see_argument(tensor);
+}
+
 void CapturedTensors::see_argument(const at::Tensor& tensor) {
   const c10::TensorImpl* const address = tensor.unsafeGetTensorImpl();
   if (known_.contains(address) || captured_.contains(address) || tensor.is_inference() ||
@@ -97,6 +107,9 @@ void CapturedTensors::see_argument(const at::Tensor& tensor) {
 }
 
 void CapturedTensors::see_result(const at::Tensor& tensor) {
+  // Some operators return what they got, such as to().
+  const auto captured = captured_.find(tensor.unsafeGetTensorImpl());
+  if (captured != captured_.end() && !captured->second.changed().has_value()) return;
   known_.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
 }
 

@@ -30,8 +30,9 @@ class SeenTensor {
   std::uint64_t fingerprint_;
 };
 
-// Looks at the operators of this thread while it exists. A tensor that an operator gets, and that
-// neither is an input of the function nor the result of an operator, is a captured one.
+// Looks at LibTorch's operators and Semitone's kernels on this thread while it exists. A tensor that
+// one of them gets, and that neither is an input of the function nor the result of an operator, is a
+// captured one.
 class CapturedTensors {
  public:
   // @param known  inputs of the function, and buffers that it may change
@@ -48,6 +49,7 @@ class CapturedTensors {
  private:
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record);
   static void end(const at::RecordFunction& record, at::ObserverContext* context);
+  static void read_by_kernel(const at::Tensor& tensor);
   void see_argument(const at::Tensor& tensor);
   void see_result(const at::Tensor& tensor);
 

@@ -196,6 +196,7 @@ class RecomputeBackward final : public Node {
                   "call train() and eval() after backward()");
     }
     require_unchanged(leaves_, "parameters", "call backward() before the optimizer's step");
+    require_unchanged(buffers_.only_read(), "large buffers", "update them after backward()");
     require_unchanged(
         captured_, "captured tensors",
         "write to a copy, or give CheckpointOptions::buffers those that the function updates");

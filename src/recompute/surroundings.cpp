@@ -130,24 +130,30 @@ RngStates::Scope::~Scope() {
 BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined()) values_.emplace_back(tensor.variable_data(), tensor.detach().clone());
+    if (!tensor.defined()) continue;
+    const bool is_watched = tensor.numel() > kSmall && !tensor.is_inference();
+    values_.push_back({tensor.variable_data(), tensor.detach().clone(),
+                       is_watched ? std::optional<SeenTensor>(tensor) : std::nullopt});
   }
 }
 
 void BufferValues::note_end() {
   const bool is_captured = CaptureScope::is_active();
-  std::erase_if(values_, [&](const auto& value) {
+  std::erase_if(values_, [&](const Value& one) {
     // A graph cannot wait for the host.
-    if (is_captured && !value.first.is_cpu()) return false;
-    return value.first.numel() > kSmall && at::equal(value.first, value.second);
+    if (one.tensor.numel() <= kSmall || (is_captured && !one.tensor.is_cpu())) return false;
+    if (one.original.has_value() && one.original->changed().has_value()) return false;
+    if (!at::equal(one.tensor, one.value)) return false;
+    if (one.original.has_value()) only_read_.push_back(*one.original);
+    return true;
   });
 }
 
 BufferValues::Scope::Scope(const BufferValues& values) {
   const at::NoGradGuard no_grad;
-  for (const auto& [tensor, value] : values.values_) {
-    before_.emplace_back(tensor, tensor.clone());
-    tensor.copy_(value);
+  for (const Value& one : values.values_) {
+    before_.emplace_back(one.tensor, one.tensor.clone());
+    one.tensor.copy_(one.value);
   }
 }
 

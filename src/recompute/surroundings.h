@@ -2,6 +2,7 @@
 
 #include "semitone/autocast/autocast.h"
 #include "src/core/replica_parameters.h"
+#include "src/recompute/captured_tensors.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
@@ -13,6 +14,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -86,8 +88,10 @@ class BufferValues {
  public:
   explicit BufferValues(const std::vector<at::Tensor>& tensors);
 
-  // Ends the first run: large tensors that it did not change need not be kept.
+  // Ends the first run: large tensors that it did not write to need not be kept.
   void note_end();
+  // Those that are not kept, as the first run has read them.
+  const std::vector<SeenTensor>& only_read() const { return only_read_; }
 
   // Gives the tensors these values until the end of the scope, and then those from before. No version
   // counter changes: what a backward pass has saved of them it may still use.
@@ -103,7 +107,14 @@ class BufferValues {
   };
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> values_;
+  struct Value {
+    at::Tensor tensor;
+    at::Tensor value;
+    std::optional<SeenTensor> original;  // of a large tensor that has a version
+  };
+
+  std::vector<Value> values_;
+  std::vector<SeenTensor> only_read_;
 };
 
 // Which parts of a module are in training mode.

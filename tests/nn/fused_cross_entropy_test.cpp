@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -331,10 +332,22 @@ TEST_F(FusedCrossEntropyTest, ModuleHasLibTorchsOptions) {
   FusedCrossEntropy weighted(Options().weight(weight).label_smoothing(0.2).reduction(torch::kSum));
   expect_close(weighted(logits, target),
                at::cross_entropy_loss(logits, target, weight, at::Reduction::Sum, -100, 0.2), 1e-6);
-  EXPECT_EQ(weighted->named_buffers()["weight"].data_ptr(), weight.data_ptr());
+  expect_bitwise_equal(weighted->named_buffers()["weight"], weight);
   std::stringstream text;
   text << *plain;
   EXPECT_EQ(text.str(), "semitone::nn::FusedCrossEntropy(ignore_index=-100, label_smoothing=0)");
+}
+
+TEST_F(FusedCrossEntropyTest, EachModuleHasItsOwnWeight) {
+  const at::Tensor weight = torch::rand({7});
+  const FusedCrossEntropy first(Options().weight(weight));
+  const auto second = std::dynamic_pointer_cast<FusedCrossEntropyImpl>(first->clone());
+  second->to(torch::kHalf);
+  EXPECT_EQ(second->weight.scalar_type(), torch::kHalf);
+  EXPECT_EQ(first->weight.scalar_type(), torch::kFloat);
+  first.ptr()->to(torch::kDouble);
+  EXPECT_EQ(first->weight.scalar_type(), torch::kDouble);
+  EXPECT_EQ(weight.scalar_type(), torch::kFloat);
 }
 
 TEST_F(FusedCrossEntropyTest, TargetsThatAreNoClassAreErrors) {

@@ -5,7 +5,11 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
+#include "semitone/nn/fused_batch_norm.h"
+#include "semitone/nn/fused_cross_entropy.h"
 #include "semitone/nn/fused_dropout.h"
+#include "semitone/nn/fused_gelu.h"
+#include "semitone/nn/fused_layer_norm.h"
 #include "src/core/tensor_memory.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -342,6 +346,63 @@ TEST(Checkpoint, InputsAndResultsMayHaveAnyStructure) {
   EXPECT_FALSE(c.grad().defined());
 }
 
+// Its map_tensors passes on what is defined, as that of a PackedSequence does.
+struct Masked {
+  template <typename Transform>
+  Masked map_tensors(const Transform& transform) const {
+    return {transform(values), mask.defined() ? at::Tensor(transform(mask)) : mask};
+  }
+  at::Tensor values;
+  at::Tensor mask;
+};
+
+TEST(Checkpoint, InputsMayHaveTensorsThatAreUndefined) {
+  const auto function = [](const Masked& x, const std::vector<at::Tensor>& others) {
+    const at::Tensor masked = x.mask.defined() ? x.values * x.mask : x.values;
+    return (others[0].defined() ? masked * others[0] : masked) - others[1];
+  };
+  const at::Tensor mask = torch::tensor({0.0, 5.0});
+  const at::Tensor factor = torch::tensor({3.0, 7.0});
+  for (const bool has_mask : {false, true}) {
+    for (const bool has_factor : {false, true}) {
+      const at::Tensor x = torch::ones({2}).requires_grad_();
+      const at::Tensor last = torch::ones({2}).requires_grad_();
+      const Masked masked{x, has_mask ? mask : at::Tensor()};
+      const std::vector<at::Tensor> others{has_factor ? factor : at::Tensor(), last};
+      const at::Tensor y = checkpoint(function, masked, others);
+      EXPECT_TRUE(torch::equal(y, function(masked, others)));
+      y.sum().backward();
+      const at::Tensor ones = torch::ones({2});
+      EXPECT_TRUE(torch::equal(x.grad(), (has_mask ? mask : ones) * (has_factor ? factor : ones)));
+      EXPECT_TRUE(torch::equal(last.grad(), -ones));
+    }
+  }
+}
+
+TEST(Checkpoint, InputsMayBePackedSequences) {
+  namespace rnn = torch::nn::utils::rnn;
+  torch::manual_seed(6);
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(4, 4));
+  auto run = [lstm](const rnn::PackedSequence& sequences) mutable {
+    return std::get<0>(lstm->forward_with_packed_input(sequences));
+  };
+  const at::Tensor values = torch::randn({5, 3, 4});
+  const auto gradients = [&](bool checkpointed, bool sorted) {
+    lstm->zero_grad();
+    const at::Tensor x = values.clone().requires_grad_();
+    const at::Tensor lengths = torch::tensor({5, sorted ? 4 : 2, sorted ? 2 : 4}, torch::kLong);
+    const auto packed = rnn::pack_padded_sequence(x, lengths, /*batch_first=*/false, sorted);
+    const rnn::PackedSequence y = checkpointed ? checkpoint(run, packed) : run(packed);
+    std::get<0>(rnn::pad_packed_sequence(y)).square().sum().backward();
+    std::vector<at::Tensor> found{x.grad()};
+    for (const at::Tensor& parameter : lstm->parameters())
+      found.push_back(parameter.grad().clone());
+    return found;
+  };
+  for (const bool sorted : {true, false})
+    test::expect_bitwise_equal(gradients(true, sorted), gradients(false, sorted));
+}
+
 // The order of such a map is that of its history: a rebuilt one has another.
 TEST(Checkpoint, TensorsOfUnorderedMapsKeepTheirNames) {
   using Map = std::unordered_map<std::string, at::Tensor>;
@@ -637,6 +698,54 @@ TEST(Checkpoint, TheSecondRunReadsTheBuffersOfTheFirst) {
   test::expect_bitwise_equal(results(true), results(false));
 }
 
+// So large that no copy of what the first run only reads is kept.
+struct WithQueueImpl : torch::nn::Module {
+  WithQueueImpl() { queue = register_buffer("queue", torch::randn({64, 2048})); }
+  at::Tensor forward(const at::Tensor& x) { return x.mm(queue.clone()).logsumexp(1); }
+  at::Tensor queue;
+};
+TORCH_MODULE(WithQueue);
+
+TEST(Checkpoint, ALargeBufferThatChangesIsAnError) {
+  torch::manual_seed(4);
+  WithQueue module;
+  const at::Tensor values = torch::randn({3, 64});
+  const auto gradient = [&](bool checkpointed, const std::function<void()>& meanwhile) {
+    const at::Tensor x = values.clone().requires_grad_();
+    const at::Tensor y = checkpointed ? checkpoint(module, x) : module->forward(x);
+    meanwhile();
+    y.sum().backward();
+    return x.grad();
+  };
+  const auto enqueue = [&] {
+    const torch::NoGradGuard no_grad;
+    module->queue.slice(1, 0, 32).normal_();
+  };
+  const auto nothing = [] {};
+  test::expect_bitwise_equal(gradient(true, nothing), gradient(false, nothing));
+  EXPECT_THAT(test::error_of([&] { gradient(true, enqueue); }),
+              HasSubstr("large buffers that are unchanged between the forward and the backward "
+                        "pass, got one of shape [64, 2048]"));
+  // Through data(), which no version counter sees.
+  EXPECT_THAT(test::error_of([&] { gradient(true, [&] { module->queue.data().mul_(2); }); }),
+              HasSubstr("large buffers that are unchanged"));
+}
+
+// Each run writes the value that is there: one call's second run must not stop the other call's.
+TEST(Checkpoint, ALargeBufferMayBeWrittenToWithoutAChange) {
+  WithQueue module;
+  const auto run = [module](const at::Tensor& t) mutable {
+    const torch::NoGradGuard no_grad;
+    module->queue.mul_(1);
+    const at::AutoGradMode recording(true);
+    return module->forward(t);
+  };
+  const at::Tensor x = torch::randn({3, 64}).requires_grad_();
+  const auto options = CheckpointOptions().buffers(module->buffers());
+  const at::Tensor y = checkpoint(options, run, x);
+  EXPECT_NO_THROW((y + checkpoint(options, run, x)).sum().backward());
+}
+
 TEST(Checkpoint, AnotherModeIsAnError) {
   torch::nn::Sequential block(torch::nn::Linear(2, 2), torch::nn::BatchNorm1d(2));
   const at::Tensor y = checkpoint(block, torch::randn({4, 2})).sum();
@@ -714,6 +823,37 @@ TEST(Checkpoint, CapturedTensorsThatChangeAreAnError) {
                   HasSubstr("captured tensors that are unchanged between the forward and the "
                             "backward pass, got one of shape [2]"));
     }
+  }
+}
+
+// No operator of LibTorch gets the tensors that a kernel of Semitone's reads, or one returns what it
+// got.
+TEST(Checkpoint, CapturedTensorsThatKernelsReadAreWatchedToo) {
+  using Function = std::function<at::Tensor(const at::Tensor& t, const at::Tensor& captured)>;
+  torch::manual_seed(3);
+  FusedBatchNorm norm(FusedBatchNormOptions(4));
+  const std::vector<std::pair<Function, at::Tensor>> calls{
+      {[](const auto& t, const auto& r) { return fused_dropout_add(t, r, 0.1); },
+       torch::randn({8, 4})},
+      {[](const auto& t, const auto& r) { return t * fused_gelu(r); }, torch::randn({8, 4})},
+      {[](const auto& t, const auto& w) { return fused_layer_norm(t, {4}, w); }, torch::randn({4})},
+      {[norm](const auto& t, const auto& r) mutable { return norm->forward(t, r); },
+       torch::randn({8, 4})},
+      {[](const auto& t, const auto& classes) { return fused_cross_entropy(t, classes); },
+       torch::ones({8}, torch::kLong)},
+      {[](const auto& t, const auto& r) { return t * r.to(torch::kFloat); }, torch::randn({8, 4})}};
+  const at::Tensor x = torch::randn({8, 4}).requires_grad_();
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto& [function, captured] = calls[i];
+    const auto bound = [f = function, c = captured](const at::Tensor& t) { return f(t, c); };
+    const at::Tensor y = checkpoint(bound, x).sum();
+    const at::Tensor z = checkpoint(bound, x).sum();
+    EXPECT_NO_THROW(z.backward());
+    captured.mul_(2);
+    EXPECT_THAT(test::error_of([&] { y.backward(); }),
+                HasSubstr("captured tensors that are unchanged between the forward and the "
+                          "backward pass, got one of shape"));
   }
 }
 

@@ -367,6 +367,39 @@ TEST(LinearCrossEntropy, AWeightMayAlsoBeThatOfTheEmbedding) {
                          test::reduction_tolerance(torch::kFloat, kClasses)));
 }
 
+// LibTorch keeps the casts of a region for all uses, with the gradient function of the first one.
+TEST(LinearCrossEntropy, ItsWeightMayBeUsedAgainInARegionOfLibTorchs) {
+  const Problem problem = new_problem();
+  const auto gradient = [&](const Loss& loss_of, double factor) {
+    const at::Tensor weight = problem.weight.clone().requires_grad_();
+    const at::Tensor bias = problem.bias.clone().requires_grad_();
+    const at::Tensor input = problem.input.clone().requires_grad_();
+    const bool had_cache = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, torch::kBFloat16);
+    const at::Tensor loss = loss_of(input, weight, bias, problem.target);
+    const at::Tensor logits = at::linear(input, weight, bias);
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), had_cache);
+    (loss + factor * logits.to(torch::kFloat).logsumexp(1).mean()).backward();
+    return std::vector{weight.grad(), bias.grad(), input.grad()};
+  };
+  for (const std::int64_t chunk_size : {16L, 1000L}) {
+    const Loss loss_of = chunked(Options().chunk_size(chunk_size));
+    const auto want = gradient(definition(), 3);
+    const auto got = gradient(loss_of, 3);
+    const auto of_the_loss_alone = gradient(loss_of, 0);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      SCOPED_TRACE(c10::str("chunk_size ", chunk_size, " gradient ", i));
+      const auto norm = want[i].norm().item<double>();
+      // The two parts are rounded to bf16 before or after they are added.
+      EXPECT_LT((got[i] - want[i]).norm().item<double>(), 0.01 * norm);
+      EXPECT_GT((of_the_loss_alone[i] - want[i]).norm().item<double>(), 0.1 * norm);
+    }
+  }
+}
+
 // LibTorch splits the layer, and the transposed weight must not be taken for the leaf itself.
 TEST(LinearCrossEntropy, CanBeDifferentiatedAgainWhereLinearLayersAreLeftAlone) {
   const Problem problem = new_problem();

@@ -256,8 +256,9 @@ detail::Mapped<T> map_tensors(T&& value, const Transform& transform) {
     const auto map = [&](const at::Tensor& tensor) {
       return tensor.defined() ? at::Tensor(transform(tensor)) : tensor;
     };
-    return Value(map(value.data()), value.batch_sizes(), map(value.sorted_indices()),
-                 map(value.unsorted_indices()));
+    // Braces: in this order.
+    return Value{map(value.data()), value.batch_sizes(), map(value.sorted_indices()),
+                 map(value.unsorted_indices())};
   } else if constexpr (detail::is_a<Value, std::optional>) {
     return value.has_value() ? Value(map_tensors(*value, transform)) : Value();
   } else if constexpr (detail::is_a<Value, std::variant>) {

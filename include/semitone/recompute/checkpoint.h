@@ -4,6 +4,7 @@
 #include "semitone/recompute/detail/checkpointed_call.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
@@ -28,11 +29,12 @@ struct CheckpointOptions {
   /// (dropout gets another mask). It saves copying the generators' states, which is not possible
   /// while a CUDA graph is captured.
   TORCH_ARG(bool, preserve_rng_state) = true;
-  /// Tensors that the function reads and updates in place, such as running statistics of batch norms.
-  /// The second run reads the values that the first one read, and changes nothing. Copies of those
-  /// that the first run changed are kept. If the function is a module, its own buffers are added.
-  /// Captured tensors that are not named here are updated by both runs; a warning says so once.
-  /// Default: none.
+  /// Tensors that the function reads and updates in place, such as running statistics of batch
+  /// norms. The second run reads the values that the first one read, and changes nothing. Copies are
+  /// kept of those that the first run changed, and of those of at most 65,536 elements. The others
+  /// must not change before the backward pass. If the function is a module, its own buffers are
+  /// added. Captured tensors that are not named here are updated by both runs; a warning says so
+  /// once. Default: none.
   TORCH_ARG(std::vector<at::Tensor>, buffers);
 };
 
@@ -105,9 +107,10 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 /// holds what that call alone would have kept, so a network of equal blocks needs the memory of one
 /// block and of all blocks' inputs. In return the forward pass is computed twice, which makes a step
 /// about a third longer. Results equal those of a plain call bit for bit if the function is
-/// deterministic, and so do gradients. Exception: a tensor that is also used outside of the call
+/// deterministic, and so do gradients. Exceptions: a tensor that is also used outside of the call
 /// gets its gradient in two sums, whose rounding may differ (in 16 bits, for weights that autocast
-/// casts both inside and outside). The counterpart of torch.utils.checkpoint with
+/// casts both inside and outside); and so does a weight that is used twice inside the call, if a
+/// region of LibTorch's own autocast casts it. The counterpart of torch.utils.checkpoint with
 /// use_reentrant=False, and of Paddle's recompute.
 ///
 /// @param function  a module, in a holder or shared pointer, of which it calls forward(), or anything
@@ -120,18 +123,23 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 ///                  function refers to: parameters and tensors that a lambda has captured.
 /// @return  what the function returns: a tensor, or several in any nesting that map_tensors knows
 ///
-/// - Both runs are in the same regions of autocast (Semitone's and LibTorch's). A run casts each
-///   weight once by itself: casts made outside are not used inside.
+/// - Both runs are in the same regions of autocast (Semitone's and LibTorch's). Casts made outside
+///   are not used inside. In Semitone's regions a run casts each weight once by itself. In
+///   LibTorch's it casts a weight for each use, whose gradients are then added in fp32, not in 16
+///   bits.
 /// - Calls may nest. Hooks on parameters run once per backward pass, so DistributedDataParallel,
 ///   amp::MixedPrecision and their optimizers work as without checkpoint. torch::autograd::grad,
 ///   retain_graph and create_graph work too.
 /// - Without gradients (torch::NoGradGuard, InferenceMode) it just calls the function.
 /// - The function must do the same in both runs, and must not change its inputs in place. The
-///   backward pass throws Error if a parameter or captured tensor that the function uses was changed
-///   in place after the forward pass, if the module is in another mode (train or eval), if the second run has other
-///   shapes or dtypes, draws other random numbers, or uses other parameters or captured tensors.
-///   LibTorch throws if an input was changed in place. Changes that no version counter sees (through
-///   data()) go unnoticed in inputs, and on a GPU everywhere.
+///   backward pass throws Error if a parameter, captured tensor or large buffer that the function
+///   uses was changed in place after the forward pass, if the module is in another mode (train or
+///   eval), if the second run has other shapes or dtypes, draws other random numbers, or uses other
+///   parameters or captured tensors. LibTorch throws if an input was changed in place.
+/// - Changes that no version counter sees (through data(), as in the step of torch::optim::SGD) go
+///   unnoticed in inputs, and on a GPU everywhere. On the CPU the other tensors are compared by 32
+///   of their elements, if these have 2, 4 or 8 bytes: a step that changes few elements between the
+///   forward and the backward pass may go unnoticed in parameters too.
 /// - No other thread may draw from the same generators while a function that draws random numbers
 ///   runs, in either pass.
 /// - Tensors that leave the function in another way than as its result, such as a loss that a module
@@ -148,10 +156,13 @@ auto checkpoint(CheckpointOptions options, Function function, const Inputs&... i
   }
   detail::CheckpointedCall call(detail::tensors_in(inputs...),
                                 {options.preserve_rng_state(), options.buffers(), module});
+  // A class may show map_tensors only its defined tensors: it shows as many of the stand-ins.
+  const auto emptied = [stand_in = at::empty({0})](const at::Tensor& tensor) {
+    return tensor.defined() ? stand_in : tensor;
+  };
+  auto kept = std::tuple<semitone::detail::Mapped<Inputs>...>(map_tensors(inputs, emptied)...);
   auto run = [function = std::move(function),
-              kept = std::tuple<semitone::detail::Mapped<Inputs>...>(
-                  map_tensors(inputs, [](const at::Tensor&) { return at::Tensor(); })...)](
-                 const std::vector<at::Tensor>& tensors) mutable {
+              kept = std::move(kept)](const std::vector<at::Tensor>& tensors) mutable {
     return std::apply(
         [&](const auto&... parts) {
           std::size_t next = 0;
