@@ -1,5 +1,6 @@
 #include "src/optim/deferred_step.h"
 
+#include "src/core/state_mode.h"
 #include "src/kernels/pinned.h"
 #include "src/optim/work.h"
 
@@ -30,7 +31,7 @@ bool DeferredStep::is_supported(const FusedOptimizer& optimizer) {
 
 void DeferredStep::step(FusedOptimizer& optimizer, const FusedStep& how,
                         const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result) {
-  const at::NoGradGuard no_grad;
+  const StateMode mode;
   optimizer.settle();
   std::vector<FusedOptimizer::Work> work = optimizer.gather(how);
   auto deferred = std::make_shared<FusedOptimizer::Deferred>();

@@ -188,18 +188,26 @@ ExponentialMovingAverage::Applied::~Applied() {
     end();
   } catch (const std::exception& error) {
     log()->error(error.what());
+    saved_->average->applied = false;  // nothing else can end it
   }
 }
 
 void ExponentialMovingAverage::Applied::end() {
   if (saved_ == nullptr) return;
-  const auto saved = std::move(saved_);
   const StateMode mode;
-  saved->average->applied = false;
-  const std::vector<Averaged>& weights = saved->average->weights;
+  const std::vector<Averaged>& weights = saved_->average->weights;
   const std::vector<at::Tensor> masters = masters_of(weights);
-  for (std::size_t i = 0; i < saved->originals.size(); ++i)
-    set_value(weights[i].tensor, masters[i], saved->originals[i]);
+  std::exception_ptr first_error;
+  for (std::size_t i = 0; i < saved_->originals.size(); ++i) {
+    try {
+      set_value(weights[i].tensor, masters[i], saved_->originals[i]);
+    } catch (...) {  // the other weights get theirs back
+      if (first_error == nullptr) first_error = std::current_exception();
+    }
+  }
+  if (first_error != nullptr) std::rethrow_exception(first_error);
+  saved_->average->applied = false;
+  saved_ = nullptr;
 }
 
 ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {

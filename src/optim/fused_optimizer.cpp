@@ -129,7 +129,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
 
 bool FusedOptimizer::step(const FusedStep& how) {
   const events::PhaseScope phase(events::Phase::optimizer);
-  const at::NoGradGuard no_grad;
+  const StateMode mode;
   if (is_set(component(), how.found_inf())) return false;
   const double grad_scale = how.inv_scale() * how.clip();
   for (const double scale : {grad_scale, grad_scale * how.copies_inv_scale()}) {

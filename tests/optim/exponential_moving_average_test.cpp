@@ -170,6 +170,40 @@ TEST(ExponentialMovingAverage, GivesTheWeightsBackBitForBitAlsoAfterAnException)
   ema.update();  // not applied any more
 }
 
+TEST(ExponentialMovingAverage, AWeightThatCannotBeSetDoesNotKeepTheOthersFromIt) {
+  const ToyNet net = make_net();
+  const at::Tensor weight = net->first->weight;
+  ExponentialMovingAverage ema(*net, 0.5);
+  ema.update();
+  change(*net);
+  const auto before = copies(net->parameters());
+  const auto resize = [&] { weight.set_data(torch::zeros({2, 2})); };
+  const auto expect_others_restored = [&] {
+    const auto parameters = net->parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].is_same(weight)) continue;
+      test::expect_bitwise_equal(parameters[i].detach(), before[i]);
+    }
+  };
+  {
+    auto averaged = ema.apply();
+    resize();
+    message_of<c10::Error>([&] { averaged.end(); });
+    expect_others_restored();
+    expect_error([&] { ema.update(); }, {".update]", "averaged weights"});
+    weight.set_data(torch::zeros({33, 9}));
+    averaged.end();
+    EXPECT_TRUE(same_bits(copies(net->parameters()), before));
+  }
+  {
+    const auto averaged = ema.apply();
+    resize();
+  }
+  expect_others_restored();
+  weight.set_data(torch::zeros({33, 9}));
+  ema.update();  // not applied any more
+}
+
 TEST(ExponentialMovingAverage, AnAppliedAverageOutlivesTheObjectThatMadeIt) {
   const ToyNet net = make_net();
   auto ema = std::make_unique<ExponentialMovingAverage>(*net, 0.5);

@@ -240,6 +240,25 @@ TEST_P(FusedOptimizers, GiveTheSameNumbersInEveryLayout) {
   EXPECT_TRUE(channels_last.is_contiguous(at::MemoryFormat::ChannelsLast));
 }
 
+TEST_P(FusedOptimizers, MayTakeTheirFirstStepInInferenceMode) {
+  // fp64 is for the reference, which writes through ATen.
+  const auto parameters = make_parameters(GetParam().splits_masters ? at::kBFloat16 : at::kDouble);
+  std::vector<std::vector<at::Tensor>> ends;
+  for (const bool in_inference_mode : {false, true}) {
+    const auto leaves = leaves_like(parameters);
+    const auto optimizer = GetParam()(leaves);
+    torch::manual_seed(4);
+    set_grads(leaves, make_grads(leaves));
+    {
+      const c10::InferenceMode mode(in_inference_mode);
+      optimizer->step();
+    }
+    plain_step(*optimizer, leaves, make_grads(leaves));
+    ends.push_back(everything(*optimizer));
+  }
+  expect_bitwise_equal(ends[1], ends[0]);
+}
+
 TEST_P(FusedOptimizers, StateFollowsAParameterThatIsCastOrLaidOutAnew) {
   if (GetParam().splits_masters) return;  // a master has no other dtype
   const auto values = torch::randn({4, 3, 5, 6});

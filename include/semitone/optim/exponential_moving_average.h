@@ -94,7 +94,8 @@ class ExponentialMovingAverage {
     Applied& operator=(Applied&&) = delete;
     ~Applied();
     /// Gives the model its own weights back, as the destructor does, but reports errors. (The
-    /// destructor logs them.)
+    /// destructor logs them.) If a weight cannot be set, all others are, and the first error is
+    /// thrown. The call can then be repeated, such as when the weight has its shape again.
     void end();
 
    private:

@@ -49,7 +49,9 @@ struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptio
 ///     p -= lr · r · u         r = |p| / |u|, and 1 if a norm is 0, or without weight decay
 ///
 /// A step takes one pass over the gradients for the norm (on the CPU only if a group clips), and two
-/// over all tensors. Gradients are not modified. Norms are summed in a fixed order, in fp64 (CUDA: in pairs of fp32 numbers). If no
+/// over all tensors. Gradients are not modified. Norms are summed in a fixed order, in fp64 (CUDA:
+/// in pairs of fp32 numbers); those of fp64 parameters, and of others that the reference
+/// implementation computes, by LibTorch, in an order that depends on the number of threads. If no
 /// parameter is on the CPU, norms and trust ratios stay on the devices, which send each other the
 /// norms of their gradients: a step reads nothing back. With parameters on the CPU beside others, a
 /// step reads twice from each device. State: "exp_avg", "exp_avg_sq".

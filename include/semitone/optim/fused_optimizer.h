@@ -71,7 +71,9 @@ struct FusedState;
 ///   step is raised before anything is changed.
 /// - A parameter that appears in the optimizer twice is updated once.
 /// - Parameter groups may be added, and options changed, between any two steps.
-/// - Results do not depend on the number of threads.
+/// - Results do not depend on the number of threads. Exception: rules with norms (FusedLAMB,
+///   FusedNovoGrad, LARC), for tensors that the reference implementation computes. LibTorch sums
+///   their norms, in an order that depends on the threads.
 /// - GradScaler and MixedPrecision may let a device decide a step. The functions of this class wait
 ///   for the outcome if they depend on it. torch::optim::Optimizer::state(), read directly, counts
 ///   such a step as taken until then.
