@@ -3,6 +3,7 @@
 #include "src/comm/watch_messages.h"
 #include "src/core/parse_number.h"
 #include "src/net/sockets.h"
+#include "src/net/token.h"
 
 #include <fmt/format.h>
 
@@ -140,7 +141,7 @@ void Watch::accept_peers() {
     const auto line = peer.channel.receive();
     if (!line.has_value()) continue;
     std::string_view hello = *line;
-    const bool known = next_word(hello) == "hello" && next_word(hello) == token_;
+    const bool known = next_word(hello) == "hello" && net::are_equal(next_word(hello), token_);
     const int rank = known ? parse_number<int>(hello).value_or(0) : 0;
     if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) {
       peer.channel.close(net::LineChannel::State::foreign, "no hello of a rank");

@@ -3,11 +3,11 @@
 #include "semitone/core/error.h"
 #include "src/launch/limits.h"
 #include "src/launch/ports.h"
+#include "src/net/token.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <string_view>
 
 // The job alternates between two phases.
@@ -33,14 +33,6 @@ constexpr JobState::Id kNode0 = 0;
 std::string to_string(detail::NodeCount nodes) {
   return nodes.min == nodes.max ? fmt::format("{}", nodes.max)
                                 : fmt::format("{}:{}", nodes.min, nodes.max);
-}
-
-// In a time that says nothing about where they differ.
-bool are_equal(std::string_view one, std::string_view other) {
-  if (one.size() != other.size()) return false;
-  int difference = 0;
-  for (std::size_t i = 0; i < one.size(); ++i) difference |= one[i] ^ other[i];
-  return difference == 0;
 }
 
 std::string quoted(const std::string& text) {
@@ -83,7 +75,7 @@ void JobState::joined(Id id, const Join& join, Time now) {
 
 std::string JobState::refusal_reason(Id id, const Join& join) const {
   if (join.protocol != kProtocol) return "the node has another version of Semitone";
-  if (!are_equal(join.token, job_.token)) {
+  if (!net::are_equal(join.token, job_.token)) {
     return job_.token.empty() ? "this job has no rdzv-token: set the same on every node, or on none"
                               : "this job has another rdzv-token: set the same on every node";
   }
