@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Trains on three hosts, and breaks them: the whole program, over a network whose cables can be pulled.
 
-    sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about three minutes
+    sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about four minutes
 
-It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, Operators, LateNames and Kills, in about a
-minute, where it may make network namespaces; the others, which wait for heartbeats or need torchrun (or TORCHRUN, its path)
-and mpirun, run by hand.
+It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, SlowLines, Operators, LateNames and Kills, in
+less than two minutes, where it may make network namespaces; the others, which wait for heartbeats or need torchrun (or
+TORCHRUN, its path) and mpirun, run by hand.
 """
 import json
 import os
@@ -84,7 +84,8 @@ class SeveralHosts(Folder):
     def setUp(self):
         super().setUp()
         hosts = Hosts(COUNT, own_names=self.OWN_NAMES)
-        self.hosts = self.enterContext(hosts)
+        self.hosts = hosts.__enter__()
+        self.addCleanup(hosts.__exit__, None, None, None)  # enterContext() is new in Python 3.11
 
     def start(self, command_of, environment_of=lambda number: {}):
         self.launchers = []
@@ -154,6 +155,42 @@ class Training(SeveralHosts):
                                    "--json", self.folder / f"result{number}.json"])
         self.assertEqual(self.codes(120), [0] * COUNT, "".join(map(self.log, range(COUNT))))
         self.assertEqual(self.same(self.folder / "result0.json"), self.on_one_host(COUNT))
+
+
+class SlowLines(SeveralHosts):
+    """Two hosts compute the same over any lines, and take the time that the lines do."""
+
+    NODES = 2
+    STEPS = 30
+    BURST = 131_072  # what goes at any speed: that of Hosts
+
+    def setUp(self):
+        Folder.setUp(self)
+
+    def train(self, name, rate=None, slower=None):
+        """The weights of a training, and its seconds. `slower`: the rate of what host 1 sends, in Mbit/s."""
+        training = [*SHORT, "--save-weights", self.folder / f"{name}.safetensors", "--json", self.folder / f"{name}.json"]
+        with Hosts(self.NODES, rate=rate and f"{rate}mbit") as self.hosts:
+            if slower is not None:
+                subprocess.run(["tc", "-n", self.hosts[1].namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate",
+                                f"{slower}mbit", "burst", str(self.BURST), "latency", "50ms"], check=True)
+            self.start(lambda number: [PROGRAM, "launch", "--nnodes", self.NODES, "--rdzv-endpoint", self.hosts[0].address, PROGRAM,
+                                       *training])
+            self.assertEqual(self.codes(120), [0] * self.NODES, "".join(map(self.log, range(self.NODES))))
+        result, = json.loads((self.folder / f"{name}.json").read_text())
+        self.assertEqual(result["steps"], self.STEPS)
+        return (self.folder / f"{name}.safetensors").read_bytes(), result["train_seconds"]
+
+    def test_of_which_one_is_slower(self):
+        fast, _ = self.train("fast")
+        self.assertGreater(len(fast), 100_000)
+        for name, rates in {"slow": {"rate": 10}, "slower": {"rate": 10, "slower": 5}}.items():
+            with self.subTest(name):
+                weights, seconds = self.train(name, **rates)
+                # At every step each host sends the gradients, which are about as large as the file of weights.
+                bits = 8 * (0.9 * self.STEPS * len(fast) - self.BURST)
+                self.assertGreater(seconds, bits / (min(rates.values()) * 1e6), "the lines are not slow")
+                self.assertTrue(weights == fast, "other weights")
 
 
 class Operators(SeveralHosts):
