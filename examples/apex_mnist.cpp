@@ -1,4 +1,5 @@
-// Opt levels, as Apex users know them: the MNIST program of the Apex examples, in C++.
+// Opt levels, as Apex users know them: the MNIST program of the Apex examples, in C++. In PyTorch:
+// python/apex_mnist.py.
 //
 //   apex_mnist [O0|O1|O2|O3] [DATA_DIR]
 #include <semitone/amp.h>

@@ -1,4 +1,5 @@
-// Opt levels on several processes: the distributed MNIST program of the Apex examples, in C++.
+// Opt levels on several processes: the distributed MNIST program of the Apex examples, in C++. In
+// PyTorch: python/apex_mnist_ddp.py.
 //
 //   semitone launch --nproc-per-node 2 apex_mnist_ddp [O0|O1|O2|O3] [DATA_DIR]
 //

@@ -1,5 +1,6 @@
 // One process, several devices: torch.nn.DataParallel for C++, with mixed precision. It uses all
-// GPUs of the machine, or else two replicas in threads of the CPU.
+// GPUs of the machine, or else two replicas in threads of the CPU. In PyTorch:
+// python/data_parallel.py.
 //
 //   data_parallel [DATA_DIR]
 #include <semitone/semitone.h>

@@ -1,4 +1,4 @@
-// Autocast and GradScaler, as torch.amp users know them.
+// Autocast and GradScaler, as torch.amp users know them. In PyTorch: python/torch_amp.py.
 //
 //   torch_amp [DATA_DIR]
 #include <semitone/semitone.h>
