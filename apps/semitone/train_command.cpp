@@ -5,11 +5,11 @@
 #include "apps/semitone/job.h"
 #include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
-#include "apps/semitone/stop_signals.h"
 #include "apps/semitone/train_config.h"
 #include "apps/semitone/train_data.h"
 #include "apps/semitone/train_flags.h"
 #include "apps/semitone/train_record.h"
+#include "semitone/checkpoint/stop_signals.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
@@ -118,10 +118,10 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::Task& t
 train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, amp::OptLevel level,
                               const train::Task& task, const comm::Group& group) {
   auto options = options_of(flags, level, group);
-  std::optional<StopSignals> signals;
+  std::optional<checkpoint::StopSignals> signals;
   if (!options.checkpoint_dir().empty()) {
     signals.emplace();
-    options.stop_signal(&StopSignals::first);
+    options.stop_signal(&checkpoint::StopSignals::first);
   }
   const auto train_with = [&](train::Observer& observer) {
     return train::train_classifier(task.make_model, task.data, options, observer);

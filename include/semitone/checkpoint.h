@@ -5,4 +5,5 @@
 
 #include "semitone/checkpoint/checkpoint.h"
 #include "semitone/checkpoint/checkpoint_options.h"
+#include "semitone/checkpoint/stop_signals.h"
 #include "semitone/core/error.h"

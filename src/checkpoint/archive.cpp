@@ -1,5 +1,6 @@
 #include "src/checkpoint/archive.h"
 
+#include "src/checkpoint/archive_code.h"
 #include "src/core/state_mode.h"
 #include "src/kernels/pinned.h"
 
@@ -168,7 +169,9 @@ void CopyBuffers::copy_cpu_values() {
 }
 
 Archive::Archive(const torch::serialize::OutputArchive& archive)
-    : module_(archive.*module_member()) {}
+    : module_(archive.*module_member()) {
+  require_no_functions(module_);
+}
 
 void Archive::write(const Sink& sink) const {
   torch::jit::ExportModule(module_, sink);

@@ -59,6 +59,7 @@ class CopyBuffers {
 // The content of a file. It shares its tensors with the object that is saved.
 class Archive {
  public:
+  // Error if it has objects with functions, which resume() would refuse.
   explicit Archive(const torch::serialize::OutputArchive& archive);
   explicit Archive(torch::jit::Module script) : module_(std::move(script)) {}
 

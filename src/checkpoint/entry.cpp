@@ -1,13 +1,19 @@
 #include "src/checkpoint/entry.h"
 
 #include "semitone/core/error.h"
+#include "semitone/weights/file.h"
+#include "src/autocast/model_entries.h"
+#include "src/checkpoint/archive_code.h"
 #include "src/core/archive.h"
 
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>
 
+#include <caffe2/serialize/file_adapter.h>
 #include <fmt/format.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <sstream>
 #include <utility>
 
@@ -99,7 +105,14 @@ class GeneratorsEntry final : public Entry {
 InputArchive Source::archive(c10::Device device) const {
   InputArchive archive;
   if (const auto* path = std::get_if<std::filesystem::path>(&where_)) {
-    archive.load_from(path->string(), device);
+    // The bytes that were checked are those that are loaded. LibTorch takes a file that it opens
+    // itself for another format, with code, if its first bytes say so.
+    const auto file = std::make_shared<caffe2::serialize::FileAdapter>(path->string());
+    require_no_code(file, path->string());
+    const auto read = [&file](std::uint64_t from, void* to, std::size_t bytes) {
+      return file->read(from, to, bytes);
+    };
+    archive.load_from(read, [&file] { return file->size(); }, device);
   } else {
     const std::string& bytes = *std::get<1>(where_);
     archive.load_from(bytes.data(), bytes.size(), device);
@@ -112,10 +125,20 @@ std::string Source::text() const {
   return path == nullptr ? "memory" : path->string();
 }
 
+std::unordered_map<std::string, at::Tensor> Source::tensors_of_script() const {
+  std::unordered_map<std::string, at::Tensor> tensors;
+  if (const auto* path = std::get_if<std::filesystem::path>(&where_)) {
+    const weights::Contents contents = weights::read(*path);
+    for (const auto& item : contents.tensors) tensors.emplace(item.key(), item.value());
+  } else {
+    for (const auto& entry : amp::entries_of(amp::Model(script())))
+      tensors.emplace(entry.name, entry.tensor);
+  }
+  return tensors;
+}
+
 torch::jit::Module Source::script() const {
-  if (const auto* path = std::get_if<std::filesystem::path>(&where_))
-    return torch::jit::load(path->string(), c10::kCPU);
-  std::istringstream stream(*std::get<1>(where_));
+  std::istringstream stream(*std::get<std::shared_ptr<const std::string>>(where_));
   return torch::jit::load(stream, c10::kCPU);
 }
 

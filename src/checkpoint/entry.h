@@ -18,6 +18,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -31,8 +32,11 @@ class Source {
   explicit Source(std::filesystem::path path) : where_(std::move(path)) {}
   explicit Source(std::shared_ptr<const std::string> bytes) : where_(std::move(bytes)) {}
 
-  // Reads an archive, with its tensors on the device.
+  // Reads an archive, with its tensors on the device. FileError for a file with code.
   torch::serialize::InputArchive archive(c10::Device device = c10::kCPU) const;
+  // The tensors of a TorchScript module by name. The code in a file is not read.
+  std::unordered_map<std::string, at::Tensor> tensors_of_script() const;
+  // A TorchScript module in memory, which this process has written.
   torch::jit::Module script() const;
   // The file, for a message.
   std::string text() const;
@@ -69,6 +73,8 @@ class Entry {
   virtual std::vector<c10::Device> devices() const { return {}; }
   // Collects on rank 0 what other ranks have. Collective.
   virtual void consolidate() {}
+  // DivergedError if it has trainable weights that are inf or NaN. `component` is for the message.
+  virtual void require_finite(std::string_view /*component*/) const {}
   // Calls `use` with the content of the file, and sets what the manifest says about it. The archive
   // has the object's own tensors, which may change when this function returns.
   virtual void save(FileRecord& record, const UseArchive& use) = 0;

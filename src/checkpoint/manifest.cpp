@@ -27,6 +27,7 @@ using Json = nlohmann::ordered_json;
 constexpr auto kFormat = "semitone.checkpoint";
 constexpr std::int64_t kVersion = 1;
 constexpr std::uintmax_t kLargest = std::uintmax_t{64} << 20;
+constexpr auto kSizeLimit = "at most 64 MiB";
 constexpr auto kChecksum = "crc32";
 constexpr auto kManifestComponent = "checkpoint.manifest";
 constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
@@ -120,7 +121,7 @@ std::string read_text(const std::filesystem::path& path) {
   if (error == std::errc::no_such_file_or_directory || error == std::errc::is_a_directory)
     refuse_manifest(path, "a manifest", error.message());
   if (error) throw_unreadable(path, error.message());
-  if (bytes > kLargest) refuse_manifest(path, "at most 64 MiB", fmt::format("{} bytes", bytes));
+  if (bytes > kLargest) refuse_manifest(path, kSizeLimit, fmt::format("{} bytes", bytes));
   std::string text(bytes, '\0');
   std::ifstream file(path, std::ios::binary);
   if (!file.read(text.data(), static_cast<std::streamsize>(bytes)))
@@ -181,7 +182,13 @@ std::string to_text(const Manifest& manifest) {
             {"settings", manifest.settings}};
   if (manifest.metric.has_value()) json["metric"] = *manifest.metric;
   json["files"] = to_json(manifest.files);
-  return with_checksum(std::move(json));
+  std::string text = with_checksum(std::move(json));
+  if (text.size() > kLargest) {
+    throw Error(kManifestComponent, fmt::format("a manifest of {}", kSizeLimit),
+                fmt::format("{} bytes", text.size()),
+                "save fewer tensors with shorter names, and shorter settings");
+  }
+  return text;
 }
 
 std::string to_text(const std::vector<FileRecord>& records) {

@@ -29,6 +29,7 @@ struct Manifest {
   const FileRecord* find(const std::string& name, const std::optional<int>& rank) const;
 };
 
+// Error for a manifest that read_manifest would refuse for its size.
 std::string to_text(const Manifest& manifest);
 
 // The records of one rank, as text for other ranks. records_from throws FileError for other texts.

@@ -7,6 +7,7 @@
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
 #include "src/core/utf8.h"
+#include "src/kernels/multi_tensor_norm.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/serialize.h>
@@ -16,10 +17,16 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace semitone::checkpoint {
 namespace {
@@ -86,6 +93,18 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   places.copy_(values);
 }
 
+// What a __getstate__ of a module returns, only its code can read, and the code in a checkpoint does
+// not run.
+void require_own_tensors(const torch::jit::Module& script) {
+  for (const torch::jit::Module& module : script.modules()) {
+    const bool has_tensors = module.parameters().size() > 0 || module.buffers().size() > 0;
+    if (!has_tensors || !module.find_method("__getstate__").has_value()) continue;
+    throw Error("checkpoint", "TorchScript modules whose tensors are saved as they are",
+                fmt::format("__getstate__ in '{}'", module.type()->name()->qualifiedName()),
+                "remove it and __setstate__ from the module");
+  }
+}
+
 // Module::load() gives a tensor the memory of the file's tensor. Others may refer to its own memory
 // (captured graphs, views), so the values are copied there.
 class OwnMemory {
@@ -140,6 +159,30 @@ class ModelEntry final : public Entry {
     return devices;
   }
 
+  void require_finite(std::string_view component) const override {
+    std::vector<std::string> names;
+    std::vector<at::Tensor> weights;
+    for (const auto& entry : amp::entries_of(model_)) {
+      const at::Tensor weight = entry.tensor.detach();
+      const bool is_dense = weight.defined() && weight.layout() == at::kStrided;
+      if (!entry.is_parameter || !entry.tensor.requires_grad() || !is_dense) continue;
+      if (!weight.is_floating_point() && !weight.is_complex()) continue;
+      names.push_back(entry.name);
+      weights.push_back(weight.is_complex() ? at::view_as_real(weight.resolve_conj()) : weight);
+    }
+    const std::vector<double> largest =
+        kernels::multi_tensor_norms(weights, std::numeric_limits<double>::infinity());
+    const auto found = std::ranges::find_if_not(largest, [](double x) { return std::isfinite(x); });
+    if (found == largest.end()) return;
+    throw DivergedError(
+        component, fmt::format("finite weights in '{}'", name()),
+        fmt::format("{} in '{}'", std::isnan(*found) ? "NaN" : "inf",
+                    names[static_cast<std::size_t>(found - largest.begin())]),
+        "the training has diverged, and earlier checkpoints are kept: resume from the last one, "
+        "with a smaller learning rate for example; CheckpointOptions().nonfinite_weights(true) "
+        "saves such weights too");
+  }
+
   void save(FileRecord& record, const UseArchive& use) override {
     const auto entries = amp::entries_of(model_);
     record.tensors = records_of(entries);
@@ -150,6 +193,7 @@ class ModelEntry final : public Entry {
       return parameters.contains(storage.data());
     };
     if (const auto* const script = model_.script()) {
+      require_own_tensors(*script);
       Archive content(*script);
       content.set_steady(is_steady);
       use(content);
@@ -236,12 +280,18 @@ class ModelEntry final : public Entry {
   }
 
   void read_script(const Source& source) {
-    std::unordered_map<std::string, at::Tensor> loaded;
-    for (const auto& entry : amp::entries_of(amp::Model(source.script())))
-      loaded.emplace(entry.name, entry.tensor);
+    const auto entries = amp::entries_of(model_);
+    if (entries.empty()) return;
+    const auto loaded = source.tensors_of_script();
     const at::NoGradGuard no_grad;
-    for (const auto& entry : amp::entries_of(model_))
-      copy_values(entry.tensor, loaded.at(entry.name));
+    for (const auto& entry : entries) {
+      const auto found = loaded.find(entry.name);
+      if (found == loaded.end()) {
+        throw FileError("checkpoint.resume", fmt::format("'{}' in '{}'", entry.name, source.text()),
+                        "no such tensor");
+      }
+      copy_values(entry.tensor, found->second);
+    }
   }
 
   amp::Model model_;

@@ -40,6 +40,13 @@ void Checkpoint::Impl::require_saving(std::int64_t step) const {
     throw Error(kSave, "objects to save", "none", "call add() first");
 }
 
+void Checkpoint::Impl::prepare_entries() const {
+  // On each rank: then all throw the same error.
+  if (!options.nonfinite_weights())
+    for (const auto& entry : entries) entry->require_finite(kSave);
+  for (const auto& entry : entries) entry->consolidate();
+}
+
 FileRecord Checkpoint::Impl::new_record(const Entry& entry) const {
   FileRecord record;
   record.name = entry.name();
@@ -181,9 +188,7 @@ Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double>
 void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
-  on_all_ranks(options.group(), kSave, [&] {
-    for (const auto& entry : entries) entry->consolidate();
-  });
+  on_all_ranks(options.group(), kSave, [&] { prepare_entries(); });
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
 }
 
@@ -194,7 +199,7 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   copying = {};
   std::vector<PendingFile> files;
   on_all_ranks(options.group(), kSave, [&] {
-    for (const auto& entry : entries) entry->consolidate();
+    prepare_entries();
     files = copies();
   });
   std::packaged_task<void()> copy([copies = deferred] { copies->run(); });

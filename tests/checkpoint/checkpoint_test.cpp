@@ -6,6 +6,7 @@
 #include "semitone/scaling/grad_scaler.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
+#include "tests/support/errors.h"
 #include "tests/support/levels.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"

@@ -14,6 +14,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -257,6 +259,33 @@ TEST(CheckpointOfRanks, OfAnotherNumberOfRanksIsWholeOrRefused) {
     } else {
       group.split(1);
     }
+  });
+}
+
+TEST(StopSignalsOfRanks, AreReceivedByAllRanksInTheSameCall) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const StopSignals signals(group);
+    EXPECT_EQ(signals.received(), 0);
+    if (rank.number() == 1) std::raise(SIGUSR1);
+    EXPECT_EQ(signals.received(), SIGUSR1);
+    EXPECT_EQ(StopSignals::first(), rank.number() == 1 ? SIGUSR1 : 0);
+  });
+}
+
+TEST(CheckpointOfRanks, WithWeightsThatAreNaNIsNotWritten) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Linear model(2, 2);
+    Checkpoint checkpoint(rank.folder() / "run", CheckpointOptions().group(group));
+    checkpoint.add("model", model);
+    checkpoint.save(1);
+    {
+      const torch::NoGradGuard no_grad;
+      model->bias.fill_(std::nan(""));
+    }
+    EXPECT_THAT(message_of<DivergedError>([&] { checkpoint.save(2); }), HasSubstr("'bias'"));
+    EXPECT_EQ(checkpoint.resume(), 1);
   });
 }
 

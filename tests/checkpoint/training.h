@@ -64,8 +64,9 @@ class Training {
             amp::Options(given.level).dtype(given.dtype).loss_scale("dynamic").verbosity(0))),
         sampler(kImages, given.ranks, given.rank) {}
 
-  Checkpoint checkpoint(const std::filesystem::path& folder,
-                        const CheckpointOptions& options = {}) {
+  Checkpoint checkpoint(const std::filesystem::path& folder, CheckpointOptions options = {}) {
+    // At O3 the eps of LibTorch's AdamW is 0 in fp16, and some weights become inf.
+    options.nonfinite_weights(true);
     Checkpoint made(folder, options);
     made.add("model", net)
         .add("optimizer", *optimizer)

@@ -199,6 +199,10 @@ class Checkpoint {
   /// would otherwise continue from the wrong checkpoint later. A checkpoint of the same step is
   /// replaced.
   ///
+  /// DivergedError if a parameter that requires a gradient is inf or NaN in a model: the
+  /// checkpoint would be worthless, and take the place of a good one. Nothing has changed then, so
+  /// that resume() loads the last good checkpoint. See CheckpointOptions::nonfinite_weights.
+  ///
   /// Removes what killed processes have left in the directory, and checkpoints of later steps that
   /// resume() has rejected.
   ///

@@ -44,6 +44,10 @@ class CheckpointOptions {
   /// entry's name is "random". Default true.
   TORCH_ARG(bool, default_generators) = true;
 
+  /// Saves models whose trainable weights are inf or NaN, too, instead of throwing DivergedError.
+  /// Default false: a diverged training then keeps its last good checkpoint.
+  TORCH_ARG(bool, nonfinite_weights) = false;
+
   /// Lets save_async() return before it has copied what only an optimizer's step changes: of tensors
   /// on the CPU, the parameters of models, their fp32 master weights, and the states of optimizers.
   /// Its thread copies them, on one core, during the next forward and backward. Call
