@@ -96,6 +96,7 @@ format: setup  ## Format the C++ sources
 
 check:  ## Check format, arrows, pages, and with clang-tidy the sources and the public headers; ALONE=1: each file alone
 	@$(MAKE) -s configure PRESET=check
+	@cmake build/check$(SUFFIX) > build/check$(SUFFIX).log 2>&1 || { cat build/check$(SUFFIX).log; exit 1; }  # files come and go
 	@tools/setup_check.sh
 	@tools/check.sh build/check$(SUFFIX) $(JOBS) $(if $(ALONE),--alone)
 
