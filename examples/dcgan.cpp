@@ -130,7 +130,7 @@ int main(int argc, char** argv) try {
     finite = finite && std::isfinite(loss_d) && std::isfinite(loss_g);
     if (step % 20 == 0) {
       std::cout << "step " << step << ": losses " << loss_d << " of the discriminator, " << loss_g
-                << " of the generator" << std::endl;
+                << " of the generator\n";
     }
   }
   const auto trained = samples();

@@ -257,8 +257,7 @@ TEST(ArchiveCode, HasAttributesOnly) {
            "",
            "class Module(Module):\n  __parameters__ = []\n  __buffers__ = []\n",
            "class Module(Module):\n  __parameters__ = [\"a\", \"b/0\", ]\n  a : Tensor\n",
-           "class Module(Module):\n  __annotations__ = []\n  __annotations__[\"0\"] = "
-           "__torch__.___torch_mangle_3.Module\n",
+           "class A(Module):\n  __annotations__ = []\n  __annotations__[\"0\"] = __torch__.a_3.B\n",
            "class Pair(NamedTuple):\n  a : int\n  b : Tuple[Dict[str, Tensor], Tuple[()]]\n",
        })
     EXPECT_TRUE(has_attributes_only(code)) << code;
