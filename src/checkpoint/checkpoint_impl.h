@@ -41,8 +41,8 @@ struct Checkpoint::Impl {
   void wait_for_copy();
   void wait();
   void require_saving(std::int64_t step) const;
-  // Collective.
-  void prepare_entries() const;
+  // DivergedError on all ranks if one of them has weights that are inf or NaN. Collective.
+  void require_finite() const;
   FileRecord new_record(const Entry& entry) const;
   // This rank's files, to be written from the entries.
   std::vector<PendingFile> pending_files() const;

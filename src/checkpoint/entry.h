@@ -73,8 +73,9 @@ class Entry {
   virtual std::vector<c10::Device> devices() const { return {}; }
   // Collects on rank 0 what other ranks have. Collective.
   virtual void consolidate() {}
-  // DivergedError if it has trainable weights that are inf or NaN. `component` is for the message.
-  virtual void require_finite(std::string_view /*component*/) const {}
+  // Describes the first trainable weight that is inf or NaN: "NaN in 'fc.weight' of 'model'". Empty if
+  // there is none.
+  virtual std::string nonfinite_weight() const { return {}; }
   // Calls `use` with the content of the file, and sets what the manifest says about it. The archive
   // has the object's own tensors, which may change when this function returns.
   virtual void save(FileRecord& record, const UseArchive& use) = 0;

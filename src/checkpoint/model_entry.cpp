@@ -22,7 +22,6 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -159,7 +158,7 @@ class ModelEntry final : public Entry {
     return devices;
   }
 
-  void require_finite(std::string_view component) const override {
+  std::string nonfinite_weight() const override {
     std::vector<std::string> names;
     std::vector<at::Tensor> weights;
     for (const auto& entry : amp::entries_of(model_)) {
@@ -173,14 +172,9 @@ class ModelEntry final : public Entry {
     const std::vector<double> largest =
         kernels::multi_tensor_norms(weights, std::numeric_limits<double>::infinity());
     const auto found = std::ranges::find_if_not(largest, [](double x) { return std::isfinite(x); });
-    if (found == largest.end()) return;
-    throw DivergedError(
-        component, fmt::format("finite weights in '{}'", name()),
-        fmt::format("{} in '{}'", std::isnan(*found) ? "NaN" : "inf",
-                    names[static_cast<std::size_t>(found - largest.begin())]),
-        "the training has diverged, and earlier checkpoints are kept: resume from the last one, "
-        "with a smaller learning rate for example; CheckpointOptions().nonfinite_weights(true) "
-        "saves such weights too");
+    if (found == largest.end()) return {};
+    return fmt::format("{} in '{}' of '{}'", std::isnan(*found) ? "NaN" : "inf",
+                       names[static_cast<std::size_t>(found - largest.begin())], name());
   }
 
   void save(FileRecord& record, const UseArchive& use) override {

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <iterator>
 #include <ranges>
+#include <string>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -40,11 +41,22 @@ void Checkpoint::Impl::require_saving(std::int64_t step) const {
     throw Error(kSave, "objects to save", "none", "call add() first");
 }
 
-void Checkpoint::Impl::prepare_entries() const {
-  // On each rank: then all throw the same error.
-  if (!options.nonfinite_weights())
-    for (const auto& entry : entries) entry->require_finite(kSave);
-  for (const auto& entry : entries) entry->consolidate();
+void Checkpoint::Impl::require_finite() const {
+  if (options.nonfinite_weights()) return;
+  std::string found;
+  on_all_ranks(options.group(), kSave, [&] {
+    for (const auto& entry : entries)
+      if (found.empty()) found = entry->nonfinite_weight();
+  });
+  // Perhaps only one rank has it.
+  const auto of_ranks = options.group().all_gather(found);
+  const auto first = std::ranges::find_if_not(of_ranks, &std::string::empty);
+  if (first == of_ranks.end()) return;
+  throw DivergedError(
+      kSave, "finite weights", *first,
+      "the training has diverged, and earlier checkpoints are kept: resume from the last one, with "
+      "a smaller learning rate for example; CheckpointOptions().nonfinite_weights(true) saves such "
+      "weights too");
 }
 
 FileRecord Checkpoint::Impl::new_record(const Entry& entry) const {
@@ -188,18 +200,22 @@ Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double>
 void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
-  on_all_ranks(options.group(), kSave, [&] { prepare_entries(); });
+  require_finite();
+  on_all_ranks(options.group(), kSave, [&] {
+    for (const auto& entry : entries) entry->consolidate();
+  });
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
 }
 
 void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
+  require_finite();
   if (!background.has_value()) background = comm::group_of_cpus(options.group());
   copying = {};
   std::vector<PendingFile> files;
   on_all_ranks(options.group(), kSave, [&] {
-    prepare_entries();
+    for (const auto& entry : entries) entry->consolidate();
     files = copies();
   });
   std::packaged_task<void()> copy([copies = deferred] { copies->run(); });

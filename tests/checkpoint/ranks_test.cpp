@@ -280,7 +280,8 @@ TEST(CheckpointOfRanks, WithWeightsThatAreNaNIsNotWritten) {
     Checkpoint checkpoint(rank.folder() / "run", CheckpointOptions().group(group));
     checkpoint.add("model", model);
     checkpoint.save(1);
-    {
+    // One rank is enough, and all get the same error.
+    if (rank.number() == 1) {
       const torch::NoGradGuard no_grad;
       model->bias.fill_(std::nan(""));
     }
