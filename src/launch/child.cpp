@@ -4,7 +4,6 @@
 #include "src/launch/descriptor.h"
 
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -50,13 +49,6 @@ bool lead_own_group() {
   return ::setpgid(0, 0) == 0 && ::signal(SIGTTOU, SIG_IGN) != SIG_ERR;
 }
 
-// Sends a number that one message can hold; the descriptor may be -1.
-void announce(int registry, pid_t number) {
-  while (registry >= 0 && ::send(registry, &number, sizeof number, MSG_NOSIGNAL) < 0 &&
-         errno == EINTR) {
-  }
-}
-
 // Runs in the child between fork and exec. Only async-signal-safe calls are allowed, since other
 // threads of the parent may have held any lock.
 [[noreturn]] void exec_child(const ChildOptions& child, char* const* argv, char* const* environment,
@@ -71,11 +63,11 @@ void announce(int registry, pid_t number) {
   // The parent may have ended before the prctl, so that no signal will arrive.
   if (ready && ::getppid() != parent) ::_exit(127);
   if (ready) {
-    announce(child.registry, ::getpid());
+    if (child.registry >= 0) send_number(child.registry, ::getpid());
     ::execvpe(argv[0], argv, environment);
   }
   const int reason = errno;
-  if (ready) announce(child.registry, -::getpid());
+  if (ready && child.registry >= 0) send_number(child.registry, -::getpid());
   const auto written = ::write(report, &reason, sizeof reason);
   static_cast<void>(written);
   ::_exit(127);

@@ -42,4 +42,9 @@ std::pair<Descriptor, Descriptor> socket_pair() {
   return {above_standard_streams(std::move(first)), above_standard_streams(std::move(second))};
 }
 
+void send_number(int socket, pid_t number) {
+  while (::send(socket, &number, sizeof number, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  }
+}
+
 }  // namespace semitone::launch

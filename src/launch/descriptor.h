@@ -2,6 +2,8 @@
 
 #include "src/core/descriptor.h"
 
+#include <sys/types.h>
+
 #include <utility>
 
 namespace semitone::launch {
@@ -17,5 +19,7 @@ Pipe make_pipe();
 Descriptor open_null(int flags);
 // Two connected ends, which do not block.
 std::pair<Descriptor, Descriptor> socket_pair();
+// Sends the number of a process or group, as one message. Async-signal-safe; the peer may have ended.
+void send_number(int socket, pid_t number);
 
 }  // namespace semitone::launch

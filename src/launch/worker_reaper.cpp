@@ -88,9 +88,7 @@ WorkerReaper::~WorkerReaper() {
 }
 
 void WorkerReaper::remove(pid_t group) {
-  const pid_t message = -group;
-  while (::send(socket_.number(), &message, sizeof message, MSG_NOSIGNAL) < 0 && errno == EINTR) {
-  }
+  send_number(socket_.number(), -group);
 }
 
 }  // namespace semitone::launch
