@@ -6,7 +6,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
+#include <string>
 #include <vector>
 
 namespace semitone::checkpoint {
@@ -42,6 +44,12 @@ void on_all_ranks(const comm::Group& group, std::string_view component,
     throw FileError(component, "success on every rank",
                     fmt::format("on rank {}: {}", rank, messages[rank]));
   }
+}
+
+std::string first_text(const comm::Group& group, const std::string& mine) {
+  const std::vector<std::string> all = group.all_gather(mine);
+  const auto found = std::ranges::find_if_not(all, &std::string::empty);
+  return found == all.end() ? std::string() : *found;
 }
 
 }  // namespace semitone::checkpoint

@@ -18,4 +18,7 @@ std::string message_of(const std::exception& error);
 void on_all_ranks(const comm::Group& group, std::string_view component,
                   const std::function<void()>& work);
 
+// Returns on all ranks the text of the first rank that has one, or an empty text. Collective.
+std::string first_text(const comm::Group& group, const std::string& mine);
+
 }  // namespace semitone::checkpoint

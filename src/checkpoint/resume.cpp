@@ -47,13 +47,6 @@ std::vector<std::int64_t> to_steps(const std::string& words) {
   return steps;
 }
 
-// The first message that is not empty.
-std::string first_of(const std::vector<std::string>& messages) {
-  const auto found = std::find_if(messages.begin(), messages.end(),
-                                  [](const std::string& text) { return !text.empty(); });
-  return found == messages.end() ? std::string() : *found;
-}
-
 // An undo that fails does not prevent the others.
 void try_to(const Entry::Undo& put_back) {
   try {
@@ -210,7 +203,7 @@ std::string Checkpoint::Impl::find_problem(std::int64_t step, Manifest& manifest
       problem = message_of(error);
     }
   });
-  return first_of(options.group().all_gather(problem));
+  return first_text(options.group(), problem);
 }
 
 void Checkpoint::Impl::load_if_it_fits(const Manifest& manifest) {

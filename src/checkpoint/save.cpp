@@ -48,12 +48,10 @@ void Checkpoint::Impl::require_finite() const {
     for (const auto& entry : entries)
       if (found.empty()) found = entry->nonfinite_weight();
   });
-  // Perhaps only one rank has it.
-  const auto of_ranks = options.group().all_gather(found);
-  const auto first = std::ranges::find_if_not(of_ranks, &std::string::empty);
-  if (first == of_ranks.end()) return;
+  found = first_text(options.group(), found);  // perhaps only one rank has it
+  if (found.empty()) return;
   throw DivergedError(
-      kSave, "finite weights", *first,
+      kSave, "finite weights", found,
       "the training has diverged, and earlier checkpoints are kept: resume from the last one, with "
       "a smaller learning rate for example; CheckpointOptions().nonfinite_weights(true) saves such "
       "weights too");
