@@ -9,7 +9,6 @@
 #include "src/recompute/surroundings.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -33,19 +32,6 @@ constexpr auto kComponent = "nn.linear_cross_entropy";
 // The regions are for the linear layer alone.
 struct NoCasts {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
-// LibTorch's regions would keep a cast that is made without gradients, for other uses of the weight
-// in the same region.
-class NoKeptCasts {
- public:
-  NoKeptCasts() { at::autocast::set_autocast_cache_enabled(false); }
-  ~NoKeptCasts() { at::autocast::set_autocast_cache_enabled(had_cache_); }
-  NoKeptCasts(const NoKeptCasts&) = delete;
-  NoKeptCasts& operator=(const NoKeptCasts&) = delete;
-
- private:
-  bool had_cache_ = at::autocast::is_autocast_cache_enabled();
 };
 
 // In fp8, each chunk would have a scale of its own.
@@ -144,6 +130,8 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& given_bias, const at::Tensor& target,
                             const CallPtr& call) {
+    // LibTorch's regions would keep a cast that is made without gradients, for other uses of the
+    // weight in the same region.
     const NoKeptCasts no_kept_casts;
     const at::Tensor bias = given_bias.value_or(at::Tensor());
     const at::Tensor count = count_rows(kComponent, target, weight.size(0), call->ignore_index);

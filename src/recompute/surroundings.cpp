@@ -66,11 +66,8 @@ AutocastRegions::AutocastRegions()
 
 AutocastRegions::Scope::Scope(const AutocastRegions& regions, std::span<const at::Tensor> inputs,
                               std::span<const at::Tensor> places)
-    : had_cache_(at::autocast::is_autocast_cache_enabled()),
-      replica_(kReplicaState, with_places(regions.replica_, inputs, places)),
+    : replica_(kReplicaState, with_places(regions.replica_, inputs, places)),
       regions_(regions.state_.enter()) {
-  // LibTorch has one cache for the whole process.
-  at::autocast::set_autocast_cache_enabled(false);
   for (const auto& [device, dtype] : regions.libtorch_regions_) {
     enabled_.emplace_back(device, at::autocast::get_autocast_dtype(device));
     at::autocast::set_autocast_enabled(device, true);
@@ -83,7 +80,6 @@ AutocastRegions::Scope::~Scope() {
     at::autocast::set_autocast_enabled(device, false);
     at::autocast::set_autocast_dtype(device, dtype);
   }
-  at::autocast::set_autocast_cache_enabled(had_cache_);
 }
 
 RngStates::RngStates(const std::vector<at::Tensor>& tensors) {

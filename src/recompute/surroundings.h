@@ -23,6 +23,18 @@
 // force when it runs again.
 namespace semitone::nn {
 
+// LibTorch's regions keep no casts while it exists. They have one cache for the whole process.
+class [[nodiscard]] NoKeptCasts {
+ public:
+  NoKeptCasts() { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoKeptCasts() { at::autocast::set_autocast_cache_enabled(had_cache_); }
+  NoKeptCasts(const NoKeptCasts&) = delete;
+  NoKeptCasts& operator=(const NoKeptCasts&) = delete;
+
+ private:
+  bool had_cache_ = at::autocast::is_autocast_cache_enabled();
+};
+
 // The regions of autocast, Semitone's and LibTorch's, and which parameters those of a replica are
 // copies of.
 class AutocastRegions {
@@ -42,7 +54,7 @@ class AutocastRegions {
     Scope& operator=(const Scope&) = delete;
 
    private:
-    bool had_cache_;
+    NoKeptCasts no_kept_casts_;
     c10::DebugInfoGuard replica_;
     amp::AutocastState::Scope regions_;
     std::vector<std::pair<c10::DeviceType, c10::ScalarType>>
