@@ -14,7 +14,7 @@ namespace semitone::amp {
 inline constexpr auto kPolicyFile = "amp.cast_policy.file";
 inline constexpr std::string_view kUserReason = "set by the user";
 
-// What a policy's file states. Nobody has looked up its names, of the preset and of operators.
+// What a policy's file states. The names of its preset and operators may be unknown ones.
 struct PolicyText {
   std::string preset;
   std::vector<std::pair<std::string, CastRow>> operators;
