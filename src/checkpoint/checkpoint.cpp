@@ -120,7 +120,7 @@ Checkpoint& Checkpoint::add(const std::string& name, const amp::Model& model) {
 }
 
 Checkpoint& Checkpoint::add(const std::string& name, torch::optim::Optimizer& optimizer) {
-  impl_->add(optimizer_entry(name, optimizer));
+  impl_->add(optimizer_entry(name, optimizer, impl_->options.group()));
   impl_->optimizers->push_back(&optimizer);
   return *this;
 }

@@ -78,8 +78,8 @@ struct Checkpoint::Impl {
   // Verifies on all ranks. Returns the first rank's problem, or an empty text on all of them.
   std::string find_problem(std::int64_t step, Manifest& manifest) const;
   void require_same_settings(const Manifest& manifest) const;
-  // Whether an entry is loaded from the files of all ranks, of which the run had a different number.
-  bool is_resharded(const Entry& entry, const Manifest& manifest) const;
+  // Whether an entry is loaded from the files of all ranks of the saved run.
+  bool is_from_all_ranks(const Entry& entry, const Manifest& manifest) const;
   // The records of the files from which an entry is loaded: those of all ranks, or a single one.
   // Null for a missing file.
   std::vector<const FileRecord*> records_of(const Entry& entry, const Manifest& manifest) const;

@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
+#include "semitone/comm/group.h"
 #include "semitone/parallel/gradient_order.h"
 #include "src/checkpoint/archive.h"
 #include "src/checkpoint/file_record.h"
@@ -71,8 +72,6 @@ class Entry {
   virtual bool may_be_missing() const { return false; }
   // The devices of its tensors.
   virtual std::vector<c10::Device> devices() const { return {}; }
-  // Collects on rank 0 what other ranks have. Collective.
-  virtual void consolidate() {}
   // Describes the first trainable weight that is inf or NaN: "NaN in 'fc.weight' of 'model'". Empty if
   // there is none.
   virtual std::string nonfinite_weight() const { return {}; }
@@ -88,6 +87,8 @@ class Entry {
   virtual void read(const Source& source, const FileRecord& record) = 0;
   // Whether an entry with PerRank::yes can be loaded with a different number of ranks.
   virtual bool can_be_resharded() const { return false; }
+  // Whether it can be loaded from one file of the whole run as well as from one of each rank.
+  virtual bool may_be_sharded() const { return false; }
   // Loads what each rank of the saved run saved.
   virtual void read_resharded(const std::vector<Source>& /*of_ranks*/) {}
   // Does what must wait until all ranks have read all entries. Collective.
@@ -118,7 +119,9 @@ using Optimizers = std::vector<const torch::optim::Optimizer*>;
 
 std::unique_ptr<Entry> model_entry(std::string name, const amp::Model& model,
                                    std::shared_ptr<const MixedPrecisions> mixed);
-std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer);
+// `group` has the ranks of the checkpoint. Error if it lacks ranks of a ZeroRedundancyOptimizer.
+std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer,
+                                       const comm::Group& group);
 std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed,
                                    std::shared_ptr<const Optimizers> optimizers);
 std::unique_ptr<Entry> tensor_entry(std::string name, at::Tensor& tensor, PerRank per_rank);

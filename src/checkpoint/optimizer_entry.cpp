@@ -1,6 +1,8 @@
 // Optimizers, and the state of amp::initialize.
 
+#include "semitone/comm/group.h"
 #include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "src/checkpoint/entry.h"
 #include "src/core/distinct_parameters.h"
@@ -24,10 +26,20 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
+// Null if the optimizer's state is not sharded.
+const parallel::ZeroRedundancyOptimizer* sharded(const torch::optim::Optimizer& optimizer) {
+  const auto* zero = dynamic_cast<const parallel::ZeroRedundancyOptimizer*>(&optimizer);
+  return zero != nullptr && zero->group().size() > 1 ? zero : nullptr;
+}
+
+// Each rank saves its share of a sharded optimizer. All files have the options of all groups, and each
+// has the state of some of the parameters. Any optimizer can be loaded from them, one after another.
 class OptimizerEntry final : public Entry {
  public:
   OptimizerEntry(std::string name, torch::optim::Optimizer& optimizer)
-      : Entry(std::move(name), "optimizer", PerRank::no, Turn::optimizer), optimizer_(optimizer) {}
+      : Entry(std::move(name), "optimizer",
+              sharded(optimizer) != nullptr ? PerRank::yes : PerRank::no, Turn::optimizer),
+        optimizer_(optimizer) {}
 
   std::vector<c10::Device> devices() const override {
     std::vector<c10::Device> devices;
@@ -37,32 +49,30 @@ class OptimizerEntry final : public Entry {
     return devices;
   }
 
-  void consolidate() override {
-    if (auto* zero = dynamic_cast<parallel::ZeroRedundancyOptimizer*>(&optimizer_))
-      zero->consolidate(0);
-  }
-
   void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
-    optimizer_.save(archive);
+    if (const auto* zero = sharded(optimizer_)) {
+      zero->save_share(archive);
+    } else {
+      optimizer_.save(archive);
+    }
     use_content(archive, use, [](const c10::Storage&) { return true; });
   }
 
-  void read(const Source& source, const FileRecord&) override {
-    // LibTorch's optimizers keep the state of parameters that the file does not have, and leave
-    // tensors on the archive's device.
-    optimizer_.state().clear();
-    const DistinctParameters distinct(optimizer_);
-    std::vector<c10::Device> all = devices();
-    if (all.empty()) all.emplace_back(c10::kCPU);
-    InputArchive archive = source.archive(all.front());
-    optimizer_.load(archive);
-    for (const c10::Device device : std::set<c10::Device, ByName>(all.begin(), all.end())) {
-      if (device != all.front()) read_states_of(device, source);
+  bool can_be_resharded() const override { return true; }
+  bool may_be_sharded() const override { return true; }
+
+  void read(const Source& source, const FileRecord&) override { read_resharded({source}); }
+
+  void read_resharded(const std::vector<Source>& of_ranks) override {
+    States all;
+    for (const Source& source : of_ranks) {
+      read_one(source);
+      for (auto& [parameter, state] : optimizer_.state()) all[parameter] = std::move(state);
     }
+    std::swap(all, optimizer_.state());
     widen_states();
   }
-
   // Without a copy: loading makes new states.
   Undo set_aside() override {
     struct Earlier {
@@ -84,6 +94,21 @@ class OptimizerEntry final : public Entry {
 
  private:
   using States = std::remove_reference_t<decltype(std::declval<torch::optim::Optimizer>().state())>;
+
+  // Replaces the state by that in a file.
+  void read_one(const Source& source) {
+    // LibTorch's optimizers keep the state of parameters that the file does not have, and leave
+    // tensors on the archive's device.
+    optimizer_.state().clear();
+    const DistinctParameters distinct(optimizer_);
+    std::vector<c10::Device> all = devices();
+    if (all.empty()) all.emplace_back(c10::kCPU);
+    InputArchive archive = source.archive(all.front());
+    optimizer_.load(archive);
+    for (const c10::Device device : std::set<c10::Device, ByName>(all.begin(), all.end())) {
+      if (device != all.front()) read_states_of(device, source);
+    }
+  }
 
   struct ByName {
     bool operator()(c10::Device a, c10::Device b) const { return a.str() < b.str(); }
@@ -179,7 +204,16 @@ class MixedEntry final : public Entry {
 
 }  // namespace
 
-std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer) {
+std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer,
+                                       const comm::Group& group) {
+  const auto* zero = sharded(optimizer);
+  if (zero != nullptr && zero->group().size() > group.size()) {
+    throw Error(
+        "checkpoint.add",
+        fmt::format("all {} ranks of the ZeroRedundancyOptimizer '{}', which save their shares",
+                    zero->group().size(), name),
+        fmt::format("a group of {}", group.size()), "pass CheckpointOptions().group(group)");
+  }
   return std::make_unique<OptimizerEntry>(std::move(name), optimizer);
 }
 

@@ -74,14 +74,18 @@ Manifest Checkpoint::Impl::verify(std::int64_t step) const {
   return manifest;
 }
 
-bool Checkpoint::Impl::is_resharded(const Entry& entry, const Manifest& manifest) const {
+bool Checkpoint::Impl::is_from_all_ranks(const Entry& entry, const Manifest& manifest) const {
+  if (entry.may_be_sharded()) return manifest.find(entry.name(), std::nullopt) == nullptr;
   return entry.is_per_rank() && entry.can_be_resharded() &&
          manifest.world_size != options.group().size();
 }
 
 std::vector<const FileRecord*> Checkpoint::Impl::records_of(const Entry& entry,
                                                             const Manifest& manifest) const {
-  if (!is_resharded(entry, manifest)) return {manifest.find(entry.name(), rank_of(entry))};
+  if (!is_from_all_ranks(entry, manifest)) {
+    const bool is_whole = entry.may_be_sharded();
+    return {manifest.find(entry.name(), is_whole ? std::nullopt : rank_of(entry))};
+  }
   std::vector<const FileRecord*> records;
   for (int rank = 0; rank < manifest.world_size; ++rank) {
     records.push_back(manifest.find(entry.name(), rank));
@@ -152,7 +156,7 @@ void Checkpoint::Impl::read(Entry& entry, const Manifest& manifest) const {
   }
   if (paths.empty()) return;
   try {
-    if (is_resharded(entry, manifest)) {
+    if (is_from_all_ranks(entry, manifest)) {
       entry.read_resharded({paths.begin(), paths.end()});
     } else {
       entry.read(Source(paths.front()), *records.front());

@@ -199,9 +199,6 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
   require_finite();
-  on_all_ranks(options.group(), kSave, [&] {
-    for (const auto& entry : entries) entry->consolidate();
-  });
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
 }
 
@@ -212,10 +209,7 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   if (!background.has_value()) background = comm::group_of_cpus(options.group());
   copying = {};
   std::vector<PendingFile> files;
-  on_all_ranks(options.group(), kSave, [&] {
-    for (const auto& entry : entries) entry->consolidate();
-    files = copies();
-  });
+  on_all_ranks(options.group(), kSave, [&] { files = copies(); });
   std::packaged_task<void()> copy([copies = deferred] { copies->run(); });
   const std::shared_future<void> copied = copy.get_future().share();
   writing = std::async(std::launch::async,

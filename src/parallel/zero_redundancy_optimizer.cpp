@@ -308,15 +308,17 @@ void ZeroRedundancyOptimizer::add_param_group(const torch::optim::OptimizerParam
   param_groups_.back().set_options(alone->param_groups()[0].options().clone());
 }
 
-// An optimizer with the options of these groups, which LibTorch 2.15 would mix with its defaults.
+// An optimizer with the options of these groups, which LibTorch 2.15 would mix with its defaults, and
+// without the state that some classes make in their constructor.
 OptimizerPtr ZeroRedundancyOptimizer::make_with_options(const ParamGroups& groups) const {
   OptimizerPtr optimizer = make(make_optimizer_, groups);
+  optimizer->state().clear();
   for (std::size_t g = 0; g < groups.size(); ++g)
     optimizer->param_groups()[g].set_options(groups[g].options().clone());
   return optimizer;
 }
 
-// An optimizer of some of the parameters that shares their state.
+// An optimizer of these parameters with the state that this rank has of them. They share it.
 OptimizerPtr ZeroRedundancyOptimizer::with_state(const ParamGroups& groups) const {
   OptimizerPtr optimizer = make_with_options(groups);
   for (const auto& group : optimizer->param_groups()) {
@@ -352,7 +354,7 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
 
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
   if (group_.size() == 1) {
-    with_state(param_groups_)->save(archive);
+    save_share(archive);
   } else if (consolidated_ != nullptr) {
     consolidated_->save(archive);
   } else {
@@ -361,6 +363,10 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
                 "none that is newer than the last step",
                 fmt::format("call consolidate({}) on all ranks before", group_.rank()));
   }
+}
+
+void ZeroRedundancyOptimizer::save_share(torch::serialize::OutputArchive& archive) const {
+  with_state(param_groups_)->save(archive);
 }
 
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {

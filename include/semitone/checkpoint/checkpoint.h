@@ -108,8 +108,9 @@ class Checkpoint {
   /// writes into the memory of the model's tensors.
   Checkpoint& add(const std::string& name, const amp::Model& model);
 
-  /// Adds an optimizer of any class. A ZeroRedundancyOptimizer is saved as the unsharded optimizer
-  /// would be, and can be resumed with any number of ranks. resume() converts 16-bit state that a run
+  /// Adds an optimizer of any class. Of a ZeroRedundancyOptimizer, each rank saves its share: the
+  /// group must have all of its ranks, else Error. It can be resumed with any number of ranks, as the
+  /// unsharded optimizer, and from the unsharded optimizer. resume() converts 16-bit state that a run
   /// at O3 has saved to fp32 where the parameters are fp32. Semitone's optimizers choose the dtype of
   /// their state themselves (optim/fused_optimizer.h).
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer);
