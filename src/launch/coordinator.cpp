@@ -5,6 +5,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <variant>
@@ -25,11 +26,12 @@ constexpr net::LineLimits kStrangerLimits{
 
 }  // namespace
 
-Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout,
-                         std::size_t most_strangers)
+Coordinator::Coordinator(Job job, std::vector<Descriptor> listeners,
+                         Clock::duration heartbeat_timeout, std::size_t most_strangers)
     : heartbeat_timeout_(heartbeat_timeout),
       most_strangers_(most_strangers),
-      listener_(std::move(listener)),
+      listeners_(std::make_move_iterator(listeners.begin()),
+                 std::make_move_iterator(listeners.end())),
       job_(std::move(job), Clock::now()) {
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
@@ -57,19 +59,22 @@ void Coordinator::run() {
     erase_closed(now);
     send_messages();
     // The next job at this address need not wait until this node's processes have ended.
-    if (job_.is_over()) listener_ = net::Listener();
+    if (job_.is_over()) listeners_.clear();
   }
 }
 
 void Coordinator::wait() {
   std::vector<pollfd> events;
-  Time until = std::min(job_.deadline(), listener_.deadline());
+  Time until = job_.deadline();
   if (stop_at_.has_value()) {
     until = std::min(until, *stop_at_);
   } else {
     events.push_back({stop_.descriptor(), POLLIN, 0});
   }
-  events.push_back({listener_.descriptor(), POLLIN, 0});
+  for (const net::Listener& listener : listeners_) {
+    until = std::min(until, listener.deadline());
+    events.push_back({listener.descriptor(), POLLIN, 0});
+  }
   for (const auto& [id, channel] : members_) {
     events.push_back({channel.descriptor(), channel.events(), 0});
     until = std::min(until, channel.deadline());
@@ -83,11 +88,12 @@ void Coordinator::wait() {
 }
 
 void Coordinator::accept(Time now) {
-  const std::size_t room = most_strangers_ - std::min(most_strangers_, strangers_.size());
-  for (Descriptor& socket : listener_.accept(room)) {
-    strangers_.emplace(
-        next_++, Stranger{net::LineChannel(std::move(socket), heartbeat_timeout_, kStrangerLimits),
-                          now + heartbeat_timeout_});
+  for (net::Listener& listener : listeners_) {
+    const std::size_t room = most_strangers_ - std::min(most_strangers_, strangers_.size());
+    for (Descriptor& socket : listener.accept(room)) {
+      net::LineChannel lines(std::move(socket), heartbeat_timeout_, kStrangerLimits);
+      strangers_.emplace(next_++, Stranger{std::move(lines), now + heartbeat_timeout_});
+    }
   }
 }
 

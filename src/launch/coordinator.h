@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 #include <thread>
+#include <vector>
 
 namespace semitone::launch {
 
@@ -30,11 +31,11 @@ namespace semitone::launch {
 // that job admits it, and otherwise reports that nothing answers.
 class Coordinator {
  public:
-  // @param listener  where the other nodes' launchers connect; closed for one node
+  // @param listeners  where the other nodes' launchers connect; none for one node
   // @param most_strangers  connections that are kept although their other ends have not joined.
   //                        Launchers that find none free try again. A start of 4096 nodes at the
   //                        same moment then takes some seconds
-  Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout,
+  Coordinator(Job job, std::vector<Descriptor> listeners, Clock::duration heartbeat_timeout,
               std::size_t most_strangers = 512);
   // Waits up to five seconds until the others have received the outcome.
   ~Coordinator();
@@ -66,7 +67,7 @@ class Coordinator {
 
   Clock::duration heartbeat_timeout_;
   std::size_t most_strangers_;
-  net::Listener listener_;
+  std::vector<net::Listener> listeners_;
   Descriptor own_end_;
   JobState job_;
   std::map<JobState::Id, Channel> members_;  // this node's own, and nodes that JobState has

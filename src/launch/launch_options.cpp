@@ -44,6 +44,17 @@ void require_name(std::string_view name, const std::string& value) {
           fmt::format("'{}'", value));
 }
 
+// 0.0.0.0 says where node 0 listens, and not where the others find it.
+void require_master(const LaunchOptions& options) {
+  const std::string host = options.rdzv_endpoint().empty()
+                               ? options.master_addr()
+                               : Endpoint::parse(options.rdzv_endpoint()).host;
+  const bool is_any = host == "0.0.0.0" || host == "::";
+  require(!is_any || options.nnodes().max == 1 || !options.local_addr().empty(),
+          "local-addr with the address " + host, "none",
+          "give the address at which the other nodes reach node 0");
+}
+
 // Does not show the token.
 void require_token(const std::string& token) {
   const bool is_printable =
@@ -212,6 +223,7 @@ void LaunchOptions::check() const {
     require(master_addr_.empty() && node_rank_ == 0, "rdzv-endpoint, or master-addr and node-rank",
             "both", "with an endpoint, nodes are numbered in order of arrival");
   }
+  require_master(*this);
   require_name("rdzv-id", rdzv_id_);
   require_token(rdzv_token_);
   require(!redirects_.any() || !log_dir_.empty(), "log-dir with redirects", "none",

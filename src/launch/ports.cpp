@@ -29,14 +29,8 @@ bool is_port_unused(int port, std::string& problem) {
 
 }  // namespace
 
-net::Result<Descriptor> listen_at(const Endpoint& endpoint) {
-  const auto kind = net::address_kind(endpoint.host);
-  if (!kind.ok()) return net::failure_of<Descriptor>(kind);
-  if (kind.value == net::AddressKind::remote)
-    return {Descriptor(), EADDRNOTAVAIL, 0, reason_of(EADDRNOTAVAIL)};
-  if (endpoint.host == "localhost") return net::listen_on({"127.0.0.1", endpoint.port});
-  if (net::is_numerical(endpoint.host)) return net::listen_on({endpoint.host, endpoint.port});
-  return net::listen_on_all(endpoint.port);
+net::Result<std::vector<Descriptor>> listen_at(const Endpoint& endpoint) {
+  return net::listen_on_own({endpoint.host, endpoint.port});
 }
 
 // From 20000 to 32767, without those that the system assigns to connections: usually 32768 to

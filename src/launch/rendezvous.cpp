@@ -11,13 +11,16 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <ctime>
 #include <random>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::launch {
 namespace {
@@ -38,12 +41,25 @@ std::string generate_id() {
                      random() & 0xffffU);
 }
 
-[[noreturn]] void throw_cannot_listen(const Endpoint& endpoint,
-                                      const net::Result<Descriptor>& opened) {
+template <typename Value>
+[[noreturn]] void throw_cannot_listen(const Endpoint& endpoint, const net::Result<Value>& opened) {
   throw Error(kComponent, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
-              opened.error == EADDRINUSE      ? "another job uses the port: choose another"
-              : opened.error == EADDRNOTAVAIL ? "node 0 must run on the machine with this address"
-                                              : "");
+              opened.error == EADDRINUSE ? "another job uses the port: choose another"
+              : opened.error == EADDRNOTAVAIL
+                  ? "node 0 must run on the machine with this address; behind NAT, give semitone "
+                    "launch on node 0 the address 0.0.0.0, and this one as local-addr"
+                  : "");
+}
+
+std::vector<std::string> addresses_of(const std::vector<Descriptor>& listeners) {
+  std::vector<std::string> addresses;
+  addresses.reserve(listeners.size());
+  for (const Descriptor& listener : listeners) addresses.push_back(net::address_of(listener).host);
+  return addresses;
+}
+
+bool are_loopback(const std::vector<std::string>& addresses) {
+  return std::all_of(addresses.begin(), addresses.end(), net::is_loopback);
 }
 
 void require_free(int port) {
@@ -76,7 +92,7 @@ void Rendezvous::start_single_node() {
       throw_cannot_listen(any_port, opened);
   }
   if (options_.master_port() > 0) require_free(options_.master_port());
-  host(std::move(alone), Descriptor());
+  host(std::move(alone), {});
 }
 
 void Rendezvous::start_static() {
@@ -99,19 +115,41 @@ void Rendezvous::start_at_endpoint() {
 
 net::Result<Descriptor> Rendezvous::host_at_endpoint() {
   auto opened = listen_at(endpoint_);
-  if (opened.ok()) {
-    Job open = job();
-    open.numbered = is_numbered();
-    open.master_addr = endpoint_.host;
-    if (open.numbered) open.master_port = endpoint_.port - 1;
-    host(std::move(open), std::exchange(opened.value, Descriptor()));
-  }
-  return opened;
+  if (!opened.ok()) return net::failure_of<Descriptor>(opened);
+  require_reachable(opened.value);
+  Job open = job();
+  open.numbered = is_numbered();
+  open.master_addr = endpoint_.host;
+  if (open.numbered) open.master_port = endpoint_.port - 1;
+  host(std::move(open), std::move(opened.value));
+  return {};
 }
 
-void Rendezvous::host(Job job, Descriptor listener) {
+// A loopback address, or localhost, says that all launchers are on this machine. A machine's name
+// does not: Debian gives a machine's own name the address 127.0.1.1 in /etc/hosts, and the other
+// nodes would look for node 0 in vain.
+void Rendezvous::require_reachable(const std::vector<Descriptor>& listeners) const {
+  const auto addresses = addresses_of(listeners);
+  const bool is_meant = endpoint_.host == "localhost" || net::is_numerical(endpoint_.host);
+  if (is_meant || !are_loopback(addresses)) return;
+  const auto other = net::address_of_default_route();
+  throw Error(
+      kComponent,
+      fmt::format("'{}' to be the name of an address that other nodes can reach", endpoint_.host),
+      fmt::format("{} on node 0", fmt::join(addresses, " and ")),
+      fmt::format("give all nodes {} as {} instead of the name, or correct /etc/hosts on node 0; "
+                  "if all launchers run on this machine, give localhost",
+                  other.value_or("an address of node 0"),
+                  is_numbered() ? "master-addr" : "the host of rdzv-endpoint"));
+}
+
+void Rendezvous::host(Job job, std::vector<Descriptor> listeners) {
   if (!options_.local_addr().empty()) job.master_addr = options_.local_addr();
-  coordinator_.emplace(std::move(job), std::move(listener), duration(options_.heartbeat_timeout()));
+  const auto addresses = addresses_of(listeners);
+  listening_at_ = fmt::format("{}{}", fmt::join(addresses, ", "),
+                              are_loopback(addresses) ? ", which other machines cannot reach" : "");
+  coordinator_.emplace(std::move(job), std::move(listeners),
+                       duration(options_.heartbeat_timeout()));
   channel_.emplace(coordinator_->connect());
 }
 
@@ -175,7 +213,8 @@ net::Result<Descriptor> Rendezvous::open_channel() {
     // The port's user was no launcher; the name was not known yet, or was that of an earlier pod;
     // or two launchers of this machine began to listen in the same moment, and the system refused
     // both.
-    log()->info("this is node 0, since nobody answers at {}", endpoint_.to_string());
+    log()->info("this is node 0, listening at {}, since nobody answers at {}", listening_at_,
+                endpoint_.to_string());
     return {};
   }
   return opened;
@@ -226,8 +265,8 @@ void Rendezvous::wait_until(Time time, const Interrupt& interrupt) const {
 
 std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
   if (options_.nnodes().max > 1 && !answered_) {
-    log()->info("{} nodes meet at {}{}", options_.nnodes().max, endpoint_.to_string(),
-                coordinator_.has_value() ? ", this is node 0" : "");
+    log()->info("{} nodes meet at {}{}{}", options_.nnodes().max, endpoint_.to_string(),
+                coordinator_.has_value() ? ", this is node 0, listening at " : "", listening_at_);
   }
   if (channel_.has_value()) channel_->send(request());
   while (interrupt.signal() == 0) {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 namespace semitone::launch {
 
@@ -37,7 +38,9 @@ class Rendezvous {
   // Becomes node 0 if the address is this machine's, and no other program listens there.
   net::Result<Descriptor> host_at_endpoint();
   bool is_numbered() const;
-  void host(Job job, Descriptor listener);
+  // Error if other machines cannot reach an endpoint that is a machine's name.
+  void require_reachable(const std::vector<Descriptor>& listeners) const;
+  void host(Job job, std::vector<Descriptor> listeners);
   Job job() const;
   std::string program() const;
   std::string command_digest() const;
@@ -52,6 +55,7 @@ class Rendezvous {
   const LaunchOptions& options_;
   Endpoint endpoint_;
   std::optional<Coordinator> coordinator_;
+  std::string listening_at_;  // the addresses of node 0, for the log
   std::optional<Channel> channel_;
   bool answered_ = false;  // node 0 has answered
   Time deadline_;          // to find node 0

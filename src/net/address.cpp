@@ -15,22 +15,6 @@
 namespace semitone::net {
 namespace {
 
-// An empty host for families other than IPv4 and IPv6.
-Address to_address(const sockaddr* address) {
-  std::array<char, INET6_ADDRSTRLEN> text{};
-  if (address->sa_family == AF_INET) {
-    const auto* const inet = reinterpret_cast<const sockaddr_in*>(address);
-    ::inet_ntop(AF_INET, &inet->sin_addr, text.data(), text.size());
-    return {text.data(), ntohs(inet->sin_port)};
-  }
-  if (address->sa_family == AF_INET6) {
-    const auto* const inet = reinterpret_cast<const sockaddr_in6*>(address);
-    ::inet_ntop(AF_INET6, &inet->sin6_addr, text.data(), text.size());
-    return {text.data(), ntohs(inet->sin6_port)};
-  }
-  return {};
-}
-
 bool is_wildcard(const std::string& address) {
   return address == "0.0.0.0" || address == "::";
 }
@@ -47,6 +31,21 @@ Result<AddressList> resolve(const Address& address) {
   if (error == 0) return {AddressList(found), 0, 0, ""};
   return {nullptr, EHOSTUNREACH, error,
           fmt::format("'{}': {}", address.host, ::gai_strerror(error))};
+}
+
+Address to_address(const sockaddr* address) {
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  if (address->sa_family == AF_INET) {
+    const auto* const inet = reinterpret_cast<const sockaddr_in*>(address);
+    ::inet_ntop(AF_INET, &inet->sin_addr, text.data(), text.size());
+    return {text.data(), ntohs(inet->sin_port)};
+  }
+  if (address->sa_family == AF_INET6) {
+    const auto* const inet = reinterpret_cast<const sockaddr_in6*>(address);
+    ::inet_ntop(AF_INET6, &inet->sin6_addr, text.data(), text.size());
+    return {text.data(), ntohs(inet->sin6_port)};
+  }
+  return {};
 }
 
 Address address_of(const Descriptor& socket) {
@@ -84,18 +83,23 @@ std::vector<Interface> interfaces() {
   return found;
 }
 
+AddressKind kind_of(const std::string& address, const std::vector<Interface>& own) {
+  if (is_loopback(address)) return AddressKind::loopback;
+  if (is_wildcard(address)) return AddressKind::wildcard;
+  const auto is_same = [&](const Interface& interface) { return interface.address == address; };
+  const bool is_own = own.empty() || std::any_of(own.begin(), own.end(), is_same);
+  return is_own ? AddressKind::local : AddressKind::remote;
+}
+
 Result<AddressKind> address_kind(const std::string& host) {
   const auto resolved = resolve({host, 0});
   if (!resolved.ok()) return failure_of<AddressKind>(resolved);
   const auto own = interfaces();
-  // Without a list of interfaces, the system decides when the address is used.
-  AddressKind kind = own.empty() ? AddressKind::local : AddressKind::remote;
+  AddressKind kind = AddressKind::remote;
   for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
-    const std::string address = to_address(each->ai_addr).host;
-    if (is_loopback(address)) return {AddressKind::loopback, 0, 0, ""};
-    if (is_wildcard(address)) return {AddressKind::wildcard, 0, 0, ""};
-    const auto is_same = [&](const Interface& interface) { return interface.address == address; };
-    if (std::any_of(own.begin(), own.end(), is_same)) kind = AddressKind::local;
+    const AddressKind found = kind_of(to_address(each->ai_addr).host, own);
+    if (found == AddressKind::loopback || found == AddressKind::wildcard) return {found, 0, 0, ""};
+    if (found == AddressKind::local) kind = found;
   }
   return {kind, 0, 0, ""};
 }

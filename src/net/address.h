@@ -3,6 +3,7 @@
 #include "src/core/descriptor.h"
 
 #include <netdb.h>
+#include <sys/socket.h>
 
 #include <memory>
 #include <optional>
@@ -43,6 +44,9 @@ using AddressList = std::unique_ptr<addrinfo, FreeAddresses>;
 // The numerical addresses of a host. The error of a name that cannot be resolved is EHOSTUNREACH.
 Result<AddressList> resolve(const Address& address);
 
+// The numerical form of an address. The host is empty for families other than IPv4 and IPv6.
+Address to_address(const sockaddr* address);
+
 // The numerical address of a socket on this machine.
 Address address_of(const Descriptor& socket);
 
@@ -63,10 +67,18 @@ struct Interface {
 // All of them, IPv4 before IPv6.
 std::vector<Interface> interfaces();
 
-// Whether a host's address belongs to one of this machine's interfaces. It reads the list of
-// interfaces: if net.ipv4.ip_nonlocal_bind is set, as on hosts that take over each other's
-// addresses, binding succeeds for foreign addresses too.
+// Whether an address belongs to one of this machine's interfaces. The list of interfaces tells: if
+// net.ipv4.ip_nonlocal_bind is set, as on hosts that take over each other's addresses, binding
+// succeeds for foreign addresses too. Without a list, every address may be this machine's, and the
+// system decides when it is used.
 enum class AddressKind { local, loopback, wildcard, remote };
+
+// The kind of a numerical address.
+// @param own  from interfaces()
+AddressKind kind_of(const std::string& address, const std::vector<Interface>& own);
+
+// The kind of a host's addresses: if they differ, the first that is loopback or wildcard, or else
+// local.
 Result<AddressKind> address_kind(const std::string& host);
 
 // The local address from which connections to a host leave: that of the interface that leads there.

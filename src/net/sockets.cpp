@@ -9,8 +9,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::net {
 namespace {
@@ -74,6 +77,28 @@ Result<Descriptor> start_first(const Address& address, int no_socket, Start star
 
 Result<Descriptor> listen_on(const Address& address) {
   return start_first(address, EADDRNOTAVAIL, start_listening);
+}
+
+Result<std::vector<Descriptor>> listen_on_own(const Address& address) {
+  const auto resolved = resolve(address);
+  if (!resolved.ok()) return failure_of<std::vector<Descriptor>>(resolved);
+  const auto own = interfaces();
+  std::vector<Descriptor> listeners;
+  int error = EADDRNOTAVAIL;
+  for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
+    const std::string host = to_address(each->ai_addr).host;
+    if (kind_of(host, own) == AddressKind::remote) continue;
+    // The lists of names in /etc/hosts, and getaddrinfo, may have an address twice.
+    const auto has_host = [&](const Descriptor& socket) { return address_of(socket).host == host; };
+    if (std::any_of(listeners.begin(), listeners.end(), has_host)) continue;
+    Descriptor socket = open_socket(each->ai_family);
+    if (!socket.is_open()) continue;
+    error = start_listening(socket, *each);
+    if (error == EADDRINUSE) return {{}, error, 0, reason_of(error)};
+    if (error == 0) listeners.push_back(std::move(socket));
+  }
+  if (listeners.empty()) return {{}, error, 0, reason_of(error)};
+  return {std::move(listeners), 0, 0, ""};
 }
 
 Result<Descriptor> listen_on_all(int port) {

@@ -16,6 +16,12 @@ namespace semitone::net {
 // anything that reaches the socket may write to it. Port 0: any free port.
 Result<Descriptor> listen_on(const Address& address);
 
+// Listens at each of the host's addresses that this machine has, with a socket for each, and at no
+// other. The error is EADDRNOTAVAIL if it has none of them, and EADDRINUSE if one has another
+// listener at this port. An address that the system refuses for another reason is left out if there
+// are others.
+Result<std::vector<Descriptor>> listen_on_own(const Address& address);
+
 // Listens on every interface, IPv6 and IPv4.
 Result<Descriptor> listen_on_all(int port);
 

@@ -90,6 +90,13 @@ TEST(LaunchOptions, ThatMakeNoSenseAreErrors) {
   expect(LaunchOptions(several).rdzv_endpoint("node0"), "got both");
   expect(LaunchOptions(good).nnodes({2, 2}).rdzv_endpoint("node0:0"), "with a port");
   expect(LaunchOptions(good).rdzv_endpoint("node0:x"), "an endpoint as in");
+  for (const char* endpoint : {"0.0.0.0", "[::]:29400"}) {
+    const auto everywhere = LaunchOptions(good).rdzv_endpoint(endpoint);
+    everywhere.check();
+    expect(LaunchOptions(everywhere).nnodes({2, 2}), "local-addr with the address");
+    LaunchOptions(everywhere).nnodes({2, 2}).local_addr("192.0.2.1").check();
+  }
+  expect(LaunchOptions(several).master_addr("0.0.0.0"), "local-addr with the address 0.0.0.0");
   expect(LaunchOptions(good).rdzv_id("a/b"), "rdzv-id in UTF-8 without '/'");
   expect(LaunchOptions(good).rdzv_id("\xe9tude"), "rdzv-id in UTF-8");
   expect(LaunchOptions(good).rdzv_id(std::string(256, 'a')), "the name of a folder");

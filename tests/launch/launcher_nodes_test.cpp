@@ -4,10 +4,13 @@
 #include "src/launch/coordinator.h"
 #include "src/launch/messages.h"
 #include "src/launch/ports.h"
+#include "src/net/address.h"
 #include "src/net/polling.h"
 #include "src/net/sockets.h"
 #include "tests/launch/launcher_fixture.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
+#include "tests/support/host_names.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
@@ -256,6 +259,57 @@ TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
                 "within 0.2 s", "Connection refused", "was it started?"});
 }
 
+TEST_F(Nodes, MeetAtTheAddressesOfANameAndNoOthers) {
+  const auto routed = net::address_of_default_route();
+  if (!routed.has_value()) return;  // a machine without a network
+  const test::HostName name("node0", {"127.0.0.2", *routed});
+  const auto endpoint = "node0:" + std::to_string(port_);
+  const auto connects = [&](const std::string& host) {
+    return net::connect_to({host, port_}, std::chrono::seconds(30));
+  };
+  auto first = start(node("env > $DIR/$RANK", {2, 2}).rdzv_endpoint(endpoint));
+  EXPECT_TRUE(eventually([&] { return connects(*routed).ok(); }));
+  EXPECT_TRUE(connects("127.0.0.2").ok());
+  EXPECT_EQ(connects("127.0.0.1").error, ECONNREFUSED);
+  auto second = start(node("env > $DIR/$RANK", {2, 2}).rdzv_endpoint(endpoint));
+  EXPECT_EQ(first.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(second.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(environment_of("1")["MASTER_ADDR"], "node0");
+}
+
+// As Debian gives a machine's own name, for which other machines have another address.
+TEST_F(Nodes, ANameThatOnlyNodeZeroCanReachIsAnError) {
+  const test::HostName name("node0", {"127.0.1.1"});
+  const auto endpoint = "node0:" + std::to_string(port_);
+  const auto by_rank =
+      shell("exit 0").nnodes({2, 2}).master_addr("node0").master_port(port_).node_rank(0);
+  const std::string problem =
+      "[launch.rendezvous] expected 'node0' to be the name of an address that other nodes can "
+      "reach, got 127.0.1.1 on node 0";
+  expect_error([&] { run(node("exit 0", {1, 2}).rdzv_endpoint(endpoint)); },
+               {problem, "as the host of rdzv-endpoint", "/etc/hosts", "localhost"});
+  expect_error([&] { run(by_rank); }, {problem, "as master-addr"});
+  EXPECT_EQ(run(node("exit 0", {1, 1}).rdzv_endpoint(endpoint)).exit_code(), 0);
+}
+
+TEST_F(Nodes, NodeZeroLogsWhereItListens) {
+  const test::CapturedLog log;
+  run(node("exit 0", {2, 2}).join_timeout(Seconds(0.2)));
+  EXPECT_THAT(log.text(), HasSubstr("this is node 0, listening at 127.0.0.1, which other machines "
+                                    "cannot reach"));
+}
+
+TEST_F(Nodes, BehindNatNodeZeroListensEverywhereAndNamesItsAddress) {
+  const auto port = std::to_string(port_);
+  auto host = start(
+      node("env > $DIR/$RANK", {2, 2}).rdzv_endpoint("0.0.0.0:" + port).local_addr("127.0.0.1"));
+  ASSERT_TRUE(is_hosted());
+  auto other = start(node("env > $DIR/$RANK", {2, 2}));
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(other.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(environment_of("1")["MASTER_ADDR"], "127.0.0.1");
+}
+
 TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
   // It accepts connections and sends nothing.
   const auto other = listen_at({"127.0.0.1", port_});
@@ -283,7 +337,7 @@ TEST_F(Nodes, APortThatNobodyListensOnMayBeTakenLater) {
 
 TEST_F(Nodes, AProxyThatClosesConnectionsIsNotNodeZero) {
   // As a cluster's proxy does while node 0 is not there.
-  const auto proxy = listen_at({"127.0.0.1", port_});
+  const auto proxy = net::listen_on({"127.0.0.1", port_});
   ASSERT_TRUE(proxy.ok()) << proxy.problem;
   std::atomic<bool> over = false;
   auto connections = std::async(std::launch::async, [&] {
@@ -328,7 +382,7 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   given.master_addr = "127.0.0.1";
   given.master_port = 20000;
   const auto expect = [&](const Assignment& assignment, std::string_view part) {
-    const auto listener = listen_at({"127.0.0.1", port_});
+    const auto listener = net::listen_on({"127.0.0.1", port_});
     ASSERT_TRUE(listener.ok()) << listener.problem;
     auto host = false_host(listener, assignment);
     expect_error(
@@ -357,7 +411,7 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
 }
 
 TEST_F(Nodes, OutputIsCompleteIfNodeZeroIsLostDuringARestart) {
-  const auto listener = listen_at({"127.0.0.1", port_});
+  const auto listener = net::listen_on({"127.0.0.1", port_});
   ASSERT_TRUE(listener.ok()) << listener.problem;
   Assignment given;
   given.run_id = "job";
@@ -509,10 +563,10 @@ class Strangers : public ::testing::Test {
 
   // @param most  see Coordinator
   void start(Clock::duration heartbeat_timeout, std::size_t most, Job job = Strangers::job()) {
-    auto listener = net::listen_on({"127.0.0.1", 0});
-    ASSERT_TRUE(listener.ok()) << listener.problem;
-    address_ = net::address_of(listener.value);
-    coordinator_.emplace(std::move(job), std::move(listener.value), heartbeat_timeout, most);
+    auto listening = net::listen_on_own({"127.0.0.1", 0});
+    ASSERT_TRUE(listening.ok()) << listening.problem;
+    address_ = net::address_of(listening.value.front());
+    coordinator_.emplace(std::move(job), std::move(listening.value), heartbeat_timeout, most);
     host_.emplace(coordinator_->connect());
   }
 

@@ -1,5 +1,7 @@
 #include "src/launch/ports.h"
 
+#include "tests/support/host_names.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -34,6 +36,7 @@ namespace semitone::launch {
 namespace {
 
 TEST(Ports, ListenAtAddressesOfThisMachineAlone) {
+  const test::HostName name("node0", {"192.0.2.1", "127.0.0.2"});
   for (const bool every : {false, true}) {
     every_address_can_be_bound = every;
     const int port = free_port();
@@ -41,6 +44,9 @@ TEST(Ports, ListenAtAddressesOfThisMachineAlone) {
     EXPECT_EQ(listen_at({"192.0.2.1", port}).error, EADDRNOTAVAIL);
     for (const char* host : {"127.0.0.1", "127.1.2.3", "0.0.0.0", "localhost"})
       EXPECT_TRUE(listen_at({host, port}).ok()) << host;
+    const auto listening = listen_at({"node0", port});
+    ASSERT_EQ(listening.value.size(), 1U) << listening.problem;
+    EXPECT_EQ(net::address_of(listening.value.front()).host, "127.0.0.2");
   }
   every_address_can_be_bound = false;
 }

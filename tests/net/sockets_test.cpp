@@ -1,5 +1,6 @@
 #include "src/net/sockets.h"
 
+#include "tests/support/host_names.h"
 #include "tests/support/processes.h"
 
 #include <fcntl.h>
@@ -79,6 +80,45 @@ TEST(Listening, AtAForeignAddressFails) {
   EXPECT_EQ(listener.error, EADDRNOTAVAIL);
   EXPECT_EQ(listener.problem, reason_of(EADDRNOTAVAIL));
   EXPECT_THAT(listen_on({"no host", 1}).problem, HasSubstr("'no host': "));
+}
+
+TEST(Listening, AtAHostIsAtEachOfItsAddressesHereAndNoOther) {
+  std::vector<std::string> addresses{"192.0.2.1", "127.0.0.2", "127.0.0.3", "127.0.0.2"};
+  std::vector<std::string> own{"127.0.0.2", "127.0.0.3"};
+  if (listen_on({"::1", 0}).ok()) {
+    addresses.emplace_back("::1");
+    own.emplace_back("::1");
+  }
+  const test::HostName name("node0", addresses);
+  const auto listening = listen_on_own({"node0", 0});
+  ASSERT_TRUE(listening.ok()) << listening.problem;
+  std::vector<std::string> hosts;
+  for (const Descriptor& listener : listening.value) {
+    const Address here = address_of(listener);
+    hosts.push_back(here.host);
+    EXPECT_TRUE(is_reached(here.host, here.port)) << here.host;
+    EXPECT_EQ(connect_to({"127.0.0.4", here.port}, seconds(30)).error, ECONNREFUSED);
+  }
+  EXPECT_EQ(hosts, own);
+}
+
+TEST(Listening, AtAHostFailsIfAnotherProgramListensAtOneOfItsAddresses) {
+  const test::HostName name("node0", {"127.0.0.2", "127.0.0.3"});
+  const auto other = listen_on({"127.0.0.3", 0});
+  ASSERT_TRUE(other.ok()) << other.problem;
+  const int port = address_of(other.value).port;
+  const auto listening = listen_on_own({"node0", port});
+  EXPECT_EQ(listening.error, EADDRINUSE);
+  EXPECT_EQ(listening.problem, reason_of(EADDRINUSE));
+  EXPECT_EQ(connect_to({"127.0.0.2", port}, seconds(30)).error, ECONNREFUSED);
+}
+
+TEST(Listening, AtAHostOfAnotherMachineFails) {
+  const test::HostName name("node1", {"192.0.2.1", "2001:db8::1"});
+  const auto listening = listen_on_own({"node1", 0});
+  EXPECT_EQ(listening.error, EADDRNOTAVAIL);
+  EXPECT_TRUE(listening.value.empty());
+  EXPECT_NE(listen_on_own({"no host", 1}).lookup_error, 0);
 }
 
 TEST(Sockets, DoNotBlockAndAreClosedByExec) {

@@ -56,7 +56,8 @@ class LaunchOptions {
   /// Index of this node. Its processes get the ranks after those of the preceding nodes. Used with
   /// master_addr; with rdzv_endpoint, nodes are numbered in order of arrival. Default 0.
   LaunchOptions& node_rank(int value);
-  /// Address of node 0, which becomes MASTER_ADDR. Default for one node: 127.0.0.1.
+  /// Address of node 0, which becomes MASTER_ADDR. Default for one node: 127.0.0.1. With several
+  /// nodes, node 0 listens there (see rdzv_endpoint).
   LaunchOptions& master_addr(std::string value);
   /// MASTER_PORT of all processes. 0: a free port, or 29500 for several nodes with master_addr.
   /// With master_addr the launchers of several nodes use the next port for their own rendezvous.
@@ -64,6 +65,12 @@ class LaunchOptions {
   /// Rendezvous endpoint of the launchers, instead of master_addr and node_rank: "host:port",
   /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits for the others,
   /// becomes node 0, and chooses a new MASTER_PORT for every attempt, unless master_port sets one.
+  ///
+  /// Node 0's launcher listens only at addresses of this host that belong to its own machine: at
+  /// one if the host is a numerical address, at all of them if it is a name. With several nodes, a
+  /// name that has only loopback addresses on node 0 is an Error, since other machines could not
+  /// reach it. "localhost" and numerical loopback addresses are for launchers that all run on one
+  /// machine. "0.0.0.0" stands for all interfaces and requires local_addr.
   LaunchOptions& rdzv_endpoint(std::string value);
   /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers with another name are
   /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a
@@ -74,7 +81,8 @@ class LaunchOptions {
   /// connect to node 0, and not those who can read the network's packets. Empty, the default: none.
   LaunchOptions& rdzv_token(std::string value);
   /// MASTER_ADDR of the job, if this node becomes node 0 and the others reach it at another address
-  /// than the endpoint's.
+  /// than that of rdzv_endpoint or master_addr. Behind NAT, node 0 gets "0.0.0.0" as its endpoint,
+  /// and the other nodes get this address as theirs.
   LaunchOptions& local_addr(std::string value);
 
   /// Number of restarts of all processes after a failure. Node 0's value applies to the job.
