@@ -7,6 +7,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/launch/launcher.h"
 #include "tests/checkpoint/data_parallel_training.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <torch/torch.h>
@@ -19,6 +20,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,6 +36,8 @@ using semitone::test::TemporaryFolder;
 constexpr auto kFolderVariable = "SEMITONE_TEST_FOLDER";
 constexpr auto kRun = "SEMITONE_TEST_RUN";
 constexpr auto kEnd = "SEMITONE_TEST_END";
+// In that folder: processes that outlived their attempt.
+constexpr auto kLeft = "left";
 
 struct KillSetting {
   const char* name;
@@ -66,6 +70,31 @@ fs::path result_of(const fs::path& folder, int rank) {
   return folder / ("rank" + std::to_string(rank) + ".pt");
 }
 
+fs::path processes_of(const fs::path& folder, int attempt) {
+  return folder / ("processes" + std::to_string(attempt));
+}
+
+void append(const fs::path& file, pid_t process) {
+  std::ofstream(file, std::ios::app) << std::to_string(process) + "\n";
+}
+
+// Notes this process, and which processes of the attempt before are left.
+void check_in(const fs::path& folder, int attempt) {
+  append(processes_of(folder, attempt), ::getpid());
+  for (const pid_t process : semitone::test::ids_in(processes_of(folder, attempt - 1))) {
+    if (semitone::test::is_running(process)) append(folder / kLeft, process);
+  }
+}
+
+// After each kill the launcher waited until both ranks had ended, and after the last attempt
+// nothing is left that it or a rank has started.
+void expect_no_process_left(const fs::path& folder, int attempts) {
+  for (int attempt = 0; attempt < attempts; ++attempt)
+    EXPECT_EQ(semitone::test::ids_in(processes_of(folder, attempt)).size(), 2U) << attempt;
+  EXPECT_FALSE(fs::exists(folder / kLeft)) << semitone::test::read_text(folder / kLeft);
+  EXPECT_TRUE(semitone::test::no_process_is_left());
+}
+
 // Kills or freezes this rank after a random time if it is its turn: rank 0, rank 1, or both. If both
 // froze, no rank would notice.
 void signal_soon(int signal, int attempt, int rank) {
@@ -84,11 +113,12 @@ void signal_soon(int signal, int attempt, int rank) {
 // between the two ways to save.
 void train(const fs::path& folder) {
   torch::set_num_threads(1);
+  const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
+  check_in(folder, attempt);
   const KillSetting& setting = settings().at(std::stoul(variable(kRun)));
   comm::InitOptions options;
   if (setting.signal == SIGSTOP) options.heartbeat_timeout(std::chrono::seconds(4));
   const auto group = comm::init("env://", options);
-  const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
   const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
   DataParallelTraining run(group, 1, setting.training);
   auto checkpoint = run.checkpoint(folder / "run");
@@ -115,15 +145,16 @@ void train(const fs::path& folder) {
 std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
   ::setenv(kFolderVariable, folder.c_str(), 1);
   fs::create_directory(folder);
-  launch::Launcher launcher(launch::LaunchOptions("/proc/self/exe")
-                                .arguments({"--gtest_filter=KilledRanks.*", "--gtest_brief=1"})
-                                .nproc_per_node(2)
-                                .max_restarts(kills)
-                                .grace(launch::LaunchOptions::Seconds(1))
-                                .log_dir(folder / "logs")
-                                .redirects(launch::StreamsByRank(launch::Streams::both)));
-  const launch::LaunchResult result = launcher.run();
+  const auto options = launch::LaunchOptions("/proc/self/exe")
+                           .arguments({"--gtest_filter=KilledRanks.*", "--gtest_brief=1"})
+                           .nproc_per_node(2)
+                           .max_restarts(kills)
+                           .grace(launch::LaunchOptions::Seconds(1))
+                           .log_dir(folder / "logs")
+                           .redirects(launch::StreamsByRank(launch::Streams::both));
+  const launch::LaunchResult result = launch::Launcher(options).run();
   ::unsetenv(kFolderVariable);
+  expect_no_process_left(folder, kills + 1);
   EXPECT_EQ(result.outcome, launch::LaunchOutcome::succeeded) << result.reason;
   EXPECT_EQ(result.restarts, kills);
   std::vector<std::vector<at::Tensor>> states(2);
@@ -135,6 +166,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
 TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
   if (const std::string mine = variable(kFolderVariable); !mine.empty()) return train(mine);
   const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "2"));
+  semitone::test::adopt_orphans();
   const TemporaryFolder folder;
   for (std::size_t run = 0; run < settings().size(); ++run) {
     const std::string name = settings()[run].name;

@@ -5,6 +5,7 @@
 #include "semitone/checkpoint.h"
 #include "src/launch/process.h"
 #include "tests/checkpoint/training.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gtest/gtest.h>
@@ -104,6 +105,7 @@ std::string run_and_kill(const fs::path& folder, std::chrono::microseconds delay
   const launch::ProcessResult result = child.wait();
   EXPECT_FALSE(result.status.success());
   EXPECT_EQ(result.err, "");  // no warning: no checkpoint was damaged
+  EXPECT_TRUE(semitone::test::no_process_is_left());
   return result.out;
 }
 
@@ -130,6 +132,7 @@ TEST(KilledTraining, EndsAsIfItHadNotBeenKilled) {
     const int number = std::stoi(fs::path(mine).filename().string());
     train_until_killed(mine, setting_of(number), number % 2 == 1);
   }
+  semitone::test::adopt_orphans();
   const TemporaryFolder folder;
   // Microseconds.
   const at::Tensor delays =

@@ -3,9 +3,9 @@
 
     sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about four minutes
 
-It needs root, and leaves nothing behind (tools/hosts.py). ctest runs Training, SlowLines, Operators, LateNames and Kills, in
-less than two minutes, where it may make network namespaces; the others, which wait for heartbeats or need torchrun (or
-TORCHRUN, its path) and mpirun, run by hand.
+It needs root, and leaves nothing behind (tools/hosts.py). Where network namespaces can be made, ctest runs all classes but
+OtherLaunchers: Failures and Repairs, which wait for heartbeats, in two minutes, and the others in less than two. OtherLaunchers
+needs torchrun (or TORCHRUN, its path) and mpirun, and runs by hand; launched_test is ctest's test of these launchers.
 """
 import json
 import os

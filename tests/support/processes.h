@@ -1,5 +1,6 @@
 #pragma once
 
+#include <gtest/gtest.h>
 #include <sys/types.h>
 
 #include <filesystem>
@@ -22,5 +23,14 @@ std::vector<std::string> read_words(const std::filesystem::path& file);
 
 // The numbers in a file that processes write their ids to.
 std::vector<pid_t> ids_in(const std::filesystem::path& file);
+
+// Makes this process the parent of all its descendants whose own parent ends, so that
+// no_process_is_left() sees them.
+void adopt_orphans();
+
+// Waits until this process has no children, and after adopt_orphans() no other descendants either.
+// The failure lists those that are still there after a minute. Call wait() on every launch::Process
+// first, since this function takes the status of every child that has ended.
+testing::AssertionResult no_process_is_left();
 
 }  // namespace semitone::test
