@@ -1,15 +1,9 @@
 #include "apps/semitone/policy_flag.h"
 
-#include "apps/semitone/flags.h"
-#include "src/core/nearest.h"
+#include "apps/semitone/policy_name.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-
-#include <algorithm>
-#include <filesystem>
-#include <system_error>
-#include <vector>
 
 namespace semitone::cli {
 
@@ -20,16 +14,9 @@ std::string policy_choices() {
 
 amp::CastPolicy policy_of(const std::string& text, amp::CastTarget target,
                           std::string_view component) {
-  const std::vector<std::string> presets = amp::CastPolicy::preset_names();
-  if (std::find(presets.begin(), presets.end(), text) != presets.end())
-    return amp::CastPolicy::by_name(text, target);
-  std::error_code ignored;
-  if (std::filesystem::exists(text, ignored) || text.find_first_of("/.") != std::string::npos)
-    return amp::CastPolicy::from_file(text, target);
-  const std::string near = nearest(text, presets);
-  throw UsageError(component,
-                   fmt::format("--policy to be one of {} or a file", fmt::join(presets, ", ")),
-                   "'" + text + "'", near.empty() ? "" : "did you mean " + near + "?");
+  return names_policy_file(text, amp::CastPolicy::preset_names(), component)
+             ? amp::CastPolicy::from_file(text, target)
+             : amp::CastPolicy::by_name(text, target);
 }
 
 }  // namespace semitone::cli

@@ -1,21 +1,21 @@
 #include "apps/semitone/train_config.h"
 
+#include "apps/semitone/config_lines.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/train_flags.h"
 #include "src/core/descriptor.h"
+#include "src/core/printable.h"
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <set>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
-#include <vector>
 
 namespace semitone::cli {
 namespace {
@@ -25,46 +25,50 @@ namespace {
 const std::set<std::string_view> kOfTheStart{"log-dir",   "log-every", "master-addr", "master-port",
                                              "node-rank", "nodes",     "nproc",       "quiet"};
 
-// CLI11 marks where sections begin and end with these names.
-bool is_section(const CLI::ConfigItem& item) {
-  return item.name == "++" || item.name == "--";
+// All flags with long paths have a tenth of it.
+constexpr std::size_t kMaxConfig = std::size_t{1} << 16;
+
+std::string read_config(const std::string& path) {
+  const std::string expected = "to read '" + path + "'";
+  std::error_code ignored;
+  errno = 0;
+  std::ifstream file(path);
+  if (!file) throw FileError(kTrain, expected, reason_of(errno));
+  if (std::filesystem::is_directory(path, ignored))
+    throw FileError(kTrain, expected, reason_of(EISDIR));
+  // No more, since a device or a pipe may have no end.
+  std::string text(kMaxConfig + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (file.bad()) throw FileError(kTrain, expected, reason_of(errno));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  if (text.size() > kMaxConfig) {
+    throw FileError(kTrain, fmt::format("at most {} bytes of flags in '{}'", kMaxConfig, path),
+                    "more");
+  }
+  return text;
 }
 
 bool is_mark(const CLI::Option& option) {
   return option.get_items_expected_max() == 0;
 }
 
-// The flag's value in the file.
-std::string value_of(const CLI::ConfigItem& item, const std::string& path) {
-  const auto fail = [&](const std::string& expected, const std::string& got) {
-    throw UsageError(kTrain, fmt::format("{} for '{}' in '{}'", expected, item.name, path), got);
-  };
-  if (item.inputs.size() != 1) fail("one value", std::to_string(item.inputs.size()));
-  const std::string& value = item.inputs.front();
-  // CLI11 2.1 takes # for the beginning of a comment in quotes too, and the quote then stays.
-  const bool is_cut_off = value.starts_with('"') || value.starts_with('\'');
-  if (is_cut_off) fail("a value without # in its quotes", value);
-  return value;
+CLI::Option& find_flag(CLI::App& command, const std::string& name, const std::string& path) {
+  const std::string flag = "--" + name;
+  CLI::Option* const option = command.get_option_no_throw(flag);
+  if (option != nullptr && option->get_configurable()) return *option;
+  throw UsageError(
+      kTrain, fmt::format("flags of this command in '{}'", path), fmt::format("'{}'", name),
+      option == nullptr ? remedy_for_flag(command, flag) : "give " + flag + " on the command line");
 }
 
-void apply(CLI::App& command, const CLI::ConfigItem& item, const std::string& path) {
-  const std::string flag = "--" + item.name;
-  const bool is_here =
-      item.parents.empty() || item.parents == std::vector<std::string>{command.get_name()};
-  CLI::Option* const option = is_here ? command.get_option_no_throw(flag) : nullptr;
-  if (option == nullptr || !option->get_configurable()) {
-    throw UsageError(kTrain, fmt::format("flags of this command in '{}'", path),
-                     fmt::format("'{}'", item.fullname()),
-                     option == nullptr ? remedy_for_flag(command, flag)
-                                       : "give " + flag + " on the command line");
-  }
-  const std::string value = value_of(item, path);
-  if (is_mark(*option) && value != "true" && value != "false")
-    throw UsageError(kTrain, fmt::format("{} in '{}' to be true or false", item.name, path),
+void set_flag(CLI::Option& option, const std::string& name, const std::string& value,
+              const std::string& path) {
+  if (is_mark(option) && value != "true" && value != "false")
+    throw UsageError(kTrain, fmt::format("{} in '{}' to be true or false", name, path),
                      "'" + value + "'");
-  if (is_mark(*option) && value == "false") return;
-  option->add_result(value);
-  option->run_callback();
+  if (is_mark(option) && value == "false") return;
+  option.add_result(value);
+  option.run_callback();
 }
 
 // The value of a flag as text; nothing if it has none.
@@ -76,54 +80,41 @@ std::string text_of(const CLI::Option& option) {
 }  // namespace
 
 void apply_config(CLI::App& command, const std::string& path) {
-  std::error_code ignored;
-  std::ifstream file(path);
-  if (!file) throw FileError(kTrain, "to read '" + path + "'", reason_of(errno));
-  if (std::filesystem::is_directory(path, ignored))
-    throw FileError(kTrain, "to read '" + path + "'", reason_of(EISDIR));
-  std::vector<CLI::ConfigItem> items;
-  try {
-    items = command.get_config_formatter()->from_config(file);
-  } catch (const CLI::Error& error) {
-    throw UsageError(kTrain, "TOML or INI in '" + path + "'", error.what());
-  }
+  const auto lines = parse_config(read_config(path), command.get_name(), path, kTrain);
   std::set<std::string> given;
   for (const CLI::Option* const option : command.get_options()) {
     if (option->count() > 0) given.insert(option->get_name());
   }
-  for (const CLI::ConfigItem& item : items) {
-    if (is_section(item)) continue;
-    const CLI::Option* const option = command.get_option_no_throw("--" + item.name);
-    if (option != nullptr && option->get_configurable() && option->count() > 0) {
-      if (given.contains(option->get_name())) continue;  // the command line counts
+  std::set<std::string> in_file;
+  for (const auto& [name, value] : lines) {
+    CLI::Option& option = find_flag(command, name, path);
+    if (!in_file.insert(option.get_name()).second) {
       throw UsageError(kTrain, fmt::format("each flag once in '{}'", path),
-                       fmt::format("'{}' twice", item.name));
+                       fmt::format("'{}' twice", name));
     }
-    apply(command, item, path);
+    // The command line counts.
+    if (!given.contains(option.get_name())) set_flag(option, name, value, path);
   }
 }
 
 std::string config_text(const CLI::App& command) {
+  std::string text;
   for (const CLI::Option* const option : command.get_options()) {
-    const bool is_written = option->get_configurable() && option->count() > 0;
-    const std::string value = is_written ? text_of(*option) : "";
-    const auto is_unreadable = [](unsigned char c) { return c < ' ' || c == '#' || c == '"'; };
-    if (value.starts_with('\'') || std::any_of(value.begin(), value.end(), is_unreadable)) {
-      throw UsageError(kTrain, "values without #, quotes and line breaks with --print-config",
-                       fmt::format("{} '{}'", option->get_name(), value),
+    if (!option->get_configurable()) continue;
+    const bool is_default = option->count() == 0;
+    const std::string value = text_of(*option);
+    if (is_default && value.empty()) continue;
+    const auto written = to_config_value(value);
+    if (written.has_value()) {
+      text += fmt::format("\n# {}\n{}{}={}\n", option->get_description(), is_default ? "# " : "",
+                          option->get_single_name(), *written);
+    } else if (!is_default) {
+      throw UsageError(kTrain,
+                       "values without control characters or both kinds of quotes with "
+                       "--print-config",
+                       fmt::format("{} '{}'", option->get_name(), printable(value)),
                        "--config cannot read it");
     }
-  }
-  std::istringstream lines(
-      command.config_to_str(/*default_also=*/true, /*write_description=*/true));
-  std::string text;
-  for (std::string line; std::getline(lines, line);) {
-    const auto equals = line.find('=');
-    const bool is_value = !line.starts_with('#') && equals != std::string::npos;
-    const CLI::Option* const option =
-        is_value ? command.get_option_no_throw("--" + line.substr(0, equals)) : nullptr;
-    const bool is_default = option != nullptr && option->count() == 0;
-    text += (is_default ? "# " : "") + line + '\n';
   }
   return text;
 }

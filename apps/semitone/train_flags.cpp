@@ -123,8 +123,7 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
 void add_config_flags(Flags& add, CLI::App& command, TrainFlags& flags) {
   add.text(
       "--config", flags.config, "FILE",
-      "Read flags from a TOML or INI file, a line epochs=3 for each; those of the command line "
-      "count more");
+      "Read flags from a file, a line epochs=3 for each; those of the command line count more");
   add.mark("--print-config", flags.print_config,
            "Print the flags of this command line as a file for --config, and do not train");
   for (const char* const flag : {"--config", "--print-config"})

@@ -32,6 +32,11 @@ std::string in(const std::filesystem::path& path) {
   return " in '" + path.string() + "'";
 }
 
+bool is_there(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::status(path, ignored).type() != std::filesystem::file_type::not_found;
+}
+
 void require_folder(const std::filesystem::path& folder, std::string_view component) {
   std::error_code error;
   if (std::filesystem::is_directory(folder, error)) return;

@@ -14,6 +14,9 @@ namespace semitone::zoo {
 // " in 'path'", for messages.
 std::string in(const std::filesystem::path& path);
 
+// Whether there is anything at the path.
+bool is_there(const std::filesystem::path& path);
+
 // FileError unless the path is that of a folder.
 void require_folder(const std::filesystem::path& folder, std::string_view component);
 

@@ -264,13 +264,14 @@ TEST_F(CliTest, WeightsThatCannotBeWrittenLeaveTheResults) {
 }
 
 TEST_F(CliTest, ResultsDoNotReplaceWhatTheTrainingReads) {
-  const std::string policy = (folder_ / "policy.json").string();
-  write_text(policy, "{}");
+  const std::string file = (folder_ / "file").string();
+  const std::string text = "# A file of flags without any.\n";
+  write_text(file, text);
   for (const Words& arguments :
        {Words{"--policy", policy, "--json", policy}, Words{"--config", policy, "--json", policy}}) {
     expect_failure(run_semitone(train(arguments)), 2,
                    "expected two files for " + arguments.front());
-    EXPECT_EQ(read_text(policy), "{}");
+    EXPECT_EQ(read_text(file), text);
   }
 }
 

@@ -17,15 +17,20 @@
 #include "src/weights/pickle.h"
 #include "src/weights/safetensors.h"
 #include "src/weights/zip_archive.h"
+#include "src/zoo/cifar_files.h"
 #include "src/zoo/image.h"
 #include "tests/fuzz/memory_file.h"
+#include "tests/fuzz/require.h"
 #include "tests/fuzz/targets.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace semitone::fuzz {
 
@@ -36,6 +41,31 @@ const std::string& memory_file(std::string_view content) {
       ::pwrite(file, content.data(), content.size(), 0) != static_cast<ssize_t>(content.size()))
     throw std::runtime_error("no file in memory");
   return path;
+}
+
+void cifar(std::string_view input) {
+  constexpr std::int64_t kMaxBytes = 1 << 16;
+  using Labels = std::vector<zoo::CifarLabel>;
+  for (const Labels& labels :
+       {Labels{{"labels", 10}}, Labels{{"coarse labels", 20}, {"fine labels", 100}}}) {
+    std::string content(input);
+    // Few inputs end with an image: black pixels complete the last one, unless it is gzipped.
+    const std::size_t bytes = labels.size() + 3 * 32 * 32;
+    if (!input.starts_with('\x1f')) content.resize((input.size() / bytes + 1) * bytes);
+    try {
+      const zoo::ImageSet set =
+          zoo::read_cifar({memory_file(content)}, labels, labels.size() - 1, kMaxBytes);
+      require(set.size() > 0 && set.labels.numel() == set.size() && set.channels() == 3,
+              "a label for each image");
+      require(set.labels.max().item<std::int64_t>() < set.classes, "labels of these classes");
+    } catch (const FileError&) {
+    }
+  }
+  try {
+    const auto names = zoo::read_class_names(memory_file(input), 3);
+    require(names.size() == 3, "a name for each class");
+  } catch (const FileError&) {
+  }
 }
 
 void idx(std::string_view input) {
@@ -88,8 +118,8 @@ void policy(std::string_view input) {
   } catch (const FileError&) {
     return;
   }
-  if (amp::to_text(amp::parse_policy(text, "what was written")) != text)
-    throw std::logic_error("a policy to be the same after it was written");
+  require(amp::to_text(amp::parse_policy(text, "what was written")) == text,
+          "a policy to be the same after it was written");
 }
 
 void records(std::string_view input) {

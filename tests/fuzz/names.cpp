@@ -1,10 +1,17 @@
 // Parsers of names and numbers that users write.
 
 #include "apps/semitone/flags.h"
+#include "apps/semitone/policy_name.h"
+#include "apps/semitone/train_config.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/launch/detail/node_count.h"
 #include "src/autocast/op_names.h"
 #include "src/core/nearest.h"
+#include "src/launch/process_count.h"
+#include "src/train/save_interval.h"
+#include "tests/fuzz/memory_file.h"
+#include "tests/fuzz/require.h"
 #include "tests/fuzz/targets.h"
 
 #include <CLI/CLI.hpp>
@@ -41,7 +48,10 @@ class Program {
     add_.text("--data-dir", text_, "DIR", "");
     add_.mark("--verbose", mark_, "");
     add_.json(json_);
+    command_.get_option("--json")->configurable(false);
   }
+
+  const CLI::App& command() const { return command_; }
 
   // @param words  as CLI11 takes them: the last first
   void parse(std::vector<std::string> words) {
@@ -51,6 +61,17 @@ class Program {
       static_cast<void>(cli::usage_error(app_, error));
     } catch (const cli::UsageError&) {
     }
+  }
+
+  // Sets the flags of a file. Returns whether it was accepted.
+  bool apply(std::string_view config) {
+    try {
+      cli::apply_config(command_, memory_file(config));
+      return true;
+    } catch (const cli::UsageError&) {
+    } catch (const FileError&) {
+    }
+    return false;
   }
 
  private:
@@ -67,6 +88,20 @@ class Program {
 
 }  // namespace
 
+void config(std::string_view input) {
+  static auto* const program = new Program;
+  using Words = std::vector<std::string>;
+  for (const Words& command_line : {Words{"train"}, Words{"--lr=0.5", "train"}}) {
+    program->parse(command_line);
+    if (!program->apply(input)) continue;
+    // What is written for a file can be read, and says the same. All values of a file can be written.
+    const std::string text = cli::config_text(program->command());
+    program->parse({"train"});
+    require(program->apply(text), "a file that was written to be accepted");
+    require(cli::config_text(program->command()) == text, "the same flags after they were written");
+  }
+}
+
 void flags(std::string_view input) {
   static auto* const program = new Program;
   std::vector<std::string> words;
@@ -77,6 +112,26 @@ void flags(std::string_view input) {
   }
   std::reverse(words.begin(), words.end());
   program->parse(std::move(words));
+}
+
+void values(std::string_view input) {
+  const std::string text(input);
+  const std::vector<std::string> presets{"semitone", "torch", "paddle-o2"};
+  accept_or_refuse([&] {
+    const bool is_file = cli::names_policy_file(text, presets, "cli.train");
+    require(is_file || std::find(presets.begin(), presets.end(), text) != presets.end(),
+            "a preset or a file");
+  });
+  accept_or_refuse(
+      [&] { require(launch::ProcessCount::parse(text).count >= 1, "at least one process"); });
+  accept_or_refuse([&] {
+    const auto nodes = launch::detail::NodeCount::parse(text);
+    require(1 <= nodes.min && nodes.min <= nodes.max, "at least one node");
+  });
+  if (const auto interval = train::parse_save_interval(text)) {
+    require(interval->steps == 0 || interval->time.count() == 0, "steps or a time");
+    train::describe(*interval);
+  }
 }
 
 }  // namespace semitone::fuzz

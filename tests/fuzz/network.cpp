@@ -1,6 +1,5 @@
 // Parsers of what comes over sockets, and of the addresses to which they connect.
 
-#include "semitone/core/error.h"
 #include "semitone/launch/launch_options.h"
 #include "src/comm/introduction.h"
 #include "src/comm/rendezvous.h"
@@ -9,6 +8,7 @@
 #include "src/launch/endpoint.h"
 #include "src/launch/messages.h"
 #include "src/net/line_channel.h"
+#include "tests/fuzz/require.h"
 #include "tests/fuzz/targets.h"
 
 #include <sys/socket.h>
@@ -20,13 +20,6 @@
 #include <utility>
 
 namespace semitone::fuzz {
-namespace {
-
-void require(bool right, const char* expected) {
-  if (!right) throw std::logic_error(expected);
-}
-
-}  // namespace
 
 void lines(std::string_view input) {
   int ends[2];
@@ -60,19 +53,13 @@ void messages(std::string_view input) {
 }
 
 void rendezvous(std::string_view input) {
-  const auto attempt = [](auto&& parse) {
-    try {
-      parse();
-    } catch (const Error&) {
-    }
-  };
-  attempt([&] { comm::parse_rendezvous(input); });
-  attempt([&] {
+  accept_or_refuse([&] { comm::parse_rendezvous(input); });
+  accept_or_refuse([&] {
     const auto endpoint = launch::Endpoint::parse(input);
     const auto again = launch::Endpoint::parse(endpoint.to_string());
     require(again.host == endpoint.host && again.port == endpoint.port, "the same endpoint");
   });
-  attempt([&] { launch::StreamsByRank::parse(input); });
+  accept_or_refuse([&] { launch::StreamsByRank::parse(input); });
 }
 
 void watch(std::string_view input) {

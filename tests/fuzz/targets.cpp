@@ -6,6 +6,8 @@ namespace semitone::fuzz {
 
 std::span<const Target> targets() {
   static constexpr std::array kTargets{Target{"casts", casts},
+                                       Target{"cifar", cifar},
+                                       Target{"config", config},
                                        Target{"flags", flags},
                                        Target{"idx", idx},
                                        Target{"image", image},
@@ -18,6 +20,7 @@ std::span<const Target> targets() {
                                        Target{"rendezvous", rendezvous},
                                        Target{"safetensors", safetensors},
                                        Target{"text", text},
+                                       Target{"values", values},
                                        Target{"watch", watch},
                                        Target{"weights", weights},
                                        Target{"zip", zip}};
