@@ -46,6 +46,8 @@ ordered_json object_of(const TrainResult& result) {
       {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
       {"peak_tensor_mb", megabytes(result.peak_tensor_bytes)},
       {"skipped_steps", result.skipped_steps},
+      {"loss_spikes", result.loss_spikes},
+      {"rollbacks", result.rollbacks},
       {"final_loss_scale", result.final_loss_scale},
       {"seed", result.seed},
       {"processes", result.processes},
@@ -82,6 +84,8 @@ TrainResult result_of(const ordered_json& object) {
   result.peak_rss_bytes = bytes(object.at("peak_rss_mb"));
   result.peak_tensor_bytes = bytes(object.at("peak_tensor_mb"));
   result.skipped_steps = object.at("skipped_steps");
+  result.loss_spikes = object.at("loss_spikes");
+  result.rollbacks = object.at("rollbacks");
   result.final_loss_scale = real(object.at("final_loss_scale"));
   result.seed = object.at("seed");
   result.processes = object.at("processes");

@@ -58,6 +58,11 @@ returns 128 + the signal's number (143, 138 or 129). The same command with --res
 several suffices: all stop at the same step, after 0.1 s or a step, whichever takes longer. Further such signals have no
 effect. Ctrl-C and SIGKILL end the program at once, and the earlier checkpoints stay good.
 
+A loss above --max-loss-ratio times the running mean is a spike. --on-spike skip suits bad batches: they are left out
+before the backward pass, also those whose loss is inf or NaN. --on-spike rollback suits trainings that leave their good
+weights: it loads the newest checkpoint after 5 spikes in a row, a NaN loss or too many skipped steps, and goes on with
+the next batch, not with those since the checkpoint. A loss that stays high ends the training with code 3 in any case.
+
 Examples:
   semitone train --opt-level all                       the four levels, each in its own process
   semitone train --opt-level O2 --dtype fp16 --json o2.json
@@ -67,6 +72,7 @@ Examples:
   semitone train --model gpt --data novel.txt --sequence-length 256
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
+  semitone train --max-loss-ratio 3 --on-spike skip     leaves out batches with a loss above 3 times the running mean
   semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml
   semitone train --resume runs/7/step-00000300 --save-weights convnet.safetensors
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
@@ -90,6 +96,7 @@ void add_training_flags(Flags& add, TrainFlags& flags) {
       "At O1 to O3, compute linear layers and convolutions in fp8 (e4m3 forward, e5m2 backward, "
       "delayed scaling), emulated on every processor");
   train::add_training_flags(add, flags.options);
+  train::add_spike_flags(add, flags.options);
   train::add_device_flag(add, flags.device);
   add.integer("--threads", flags.threads, 0, 1024,
               "Threads per process, at most the number of cores; 0: LibTorch's choice");
@@ -174,6 +181,35 @@ void check_files(const TrainFlags& flags, const CLI::App& command) {
   }
 }
 
+// The flags for spikes of the loss.
+void check_spikes(const TrainFlags& flags) {
+  using train::OnSpike;
+  const OnSpike action = flags.options.on_spike();
+  if (action == OnSpike::none) return;
+  const auto require = [&](bool good, const char* expected, const std::string& got,
+                           const char* remedy) {
+    if (good) return;
+    throw UsageError(kTrain, fmt::format("{} with --on-spike {}", expected, name_of(action)), got,
+                     remedy);
+  };
+  require(has_spike_limit(flags.options), "--max-loss-ratio", "none",
+          "say which losses are spikes, as --max-loss-ratio 3 does");
+  if (action == OnSpike::rollback) {
+    require(!flags.options.checkpoint_dir().empty(), "--checkpoint-dir", "none",
+            "name the directory of the checkpoints");
+    require(flags.options.save_every().is_set(), "--save-every", "none",
+            "say how often to save a checkpoint");
+  }
+  if (action != OnSpike::lower_scale) return;
+  for (const amp::OptLevel level : flags.levels()) {
+    train::TrainOptions options = flags.options;
+    options.opt_level(level).device(flags.find_device());
+    require(has_dynamic_scale(options), "a dynamic loss scale",
+            fmt::format("a constant one at {}", amp::name_of(level)),
+            "add --loss-scale dynamic, or choose another action");
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
@@ -225,6 +261,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
                      "--device " + flags.device);
   check_batch_size(flags, command, place);
   check_files(flags, command);
+  check_spikes(flags);
   if (command.count("--record-every") > 0 && flags.log_dir.empty())
     throw UsageError(kTrain, "--log-dir with --record-every", "none",
                      "name the directory of the record");

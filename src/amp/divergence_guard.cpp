@@ -46,7 +46,7 @@ DivergenceGuard::DivergenceGuard(const DivergenceGuardOptions& options) : option
   require_option(options.decay() >= 0 && options.decay() < 1, "a decay in [0, 1)", options.decay());
 }
 
-double DivergenceGuard::agreed(const at::Tensor& loss) const {
+void DivergenceGuard::read(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.is_floating_point()) {
     throw Error(kGuard, "a loss of one floating-point element",
                 loss.defined() ? c10::str("shape ", loss.sizes(), " in ", loss.scalar_type())
@@ -54,7 +54,8 @@ double DivergenceGuard::agreed(const at::Tensor& loss) const {
   }
   at::Tensor value = loss.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   if (options_.agree() != nullptr) options_.agree()(value);
-  return value.item<double>();
+  last_loss_ = value.item<double>();
+  ++state_.steps;
 }
 
 double DivergenceGuard::limit() const {
@@ -76,24 +77,41 @@ void DivergenceGuard::add(double loss) {
   state_.variance = (1 - weight) * (state_.variance + weight * distance * distance);
 }
 
-DivergenceGuard::Observed DivergenceGuard::observe(const at::Tensor& loss, const StepResult& step) {
-  const double value = agreed(loss);
-  ++state_.steps;
+DivergenceGuard::Observed DivergenceGuard::classify() {
+  if (std::isfinite(last_loss_) && last_loss_ <= limit()) {
+    state_.spikes = 0;
+    add(last_loss_);
+    return Observed::normal;
+  }
+  ++state_.spikes;
+  return state_.spikes >= options_.max_consecutive_spikes() ? diverged(too_many_spikes())
+                                                            : Observed::spike;
+}
+
+DivergenceGuard::Observed DivergenceGuard::inspect(const at::Tensor& loss) {
+  read(loss);
+  return classify();
+}
+
+DivergenceGuard::Observed DivergenceGuard::observe(const StepResult& step) {
+  if (state_.steps == 0) {
+    throw Error(kGuard, "inspect(loss) before the step", "no call",
+                "call it, or call observe(loss, step) instead");
+  }
   if (step == Step::skipped) {
     ++state_.skips;
     const std::int64_t most = options_.max_consecutive_skips();
     return most > 0 && state_.skips >= most ? diverged(too_many_skips()) : Observed::skipped;
   }
   state_.skips = 0;
-  if (!std::isfinite(value)) return diverged(not_finite(value));
-  if (value > limit()) {
-    ++state_.spikes;
-    return state_.spikes >= options_.max_consecutive_spikes() ? diverged(too_many_spikes(value))
-                                                              : Observed::spike;
-  }
-  state_.spikes = 0;
-  add(value);
   return Observed::normal;
+}
+
+DivergenceGuard::Observed DivergenceGuard::observe(const at::Tensor& loss, const StepResult& step) {
+  read(loss);
+  const Observed of_step = observe(step);
+  if (of_step != Observed::normal) return of_step;
+  return std::isfinite(last_loss_) ? classify() : diverged(not_finite());
 }
 
 DivergenceGuard::Observed DivergenceGuard::diverged(const Finding& finding) {
@@ -116,23 +134,33 @@ DivergenceGuard::Finding DivergenceGuard::too_many_skips() const {
       "clipping may help, a smaller loss scale will not"};
 }
 
-DivergenceGuard::Finding DivergenceGuard::not_finite(double loss) const {
+DivergenceGuard::Finding DivergenceGuard::not_finite() const {
   return {"a finite loss",
           fmt::format("{} in step {}, which was not skipped; before it the mean loss was {}",
-                      to_string(loss), state_.steps, to_string(mean_loss())),
+                      to_string(last_loss_), state_.steps, to_string(mean_loss())),
           "load an earlier checkpoint, since the weights may be NaN; then check the input, lower "
           "the learning rate or clip gradients. With a loss scale such steps are skipped"};
 }
 
-DivergenceGuard::Finding DivergenceGuard::too_many_spikes(double loss) const {
-  return {
-      fmt::format("losses of at most {}", to_string(limit())),
-      fmt::format("{} consecutive higher ones, the last {} in step {}; before them the mean was "
-                  "{} and the standard deviation {}",
-                  state_.spikes, to_string(loss), state_.steps, to_string(state_.mean),
-                  to_string(std::sqrt(state_.variance))),
-      "load an earlier checkpoint, and lower the learning rate, clip gradients or skip these "
-      "batches; raise max_loss_ratio or max_z_score if the loss is usually that noisy"};
+DivergenceGuard::Finding DivergenceGuard::too_many_spikes() const {
+  const double most = limit();
+  return {std::isfinite(most) ? fmt::format("finite losses of at most {}", to_string(most))
+                              : "finite losses",
+          fmt::format("{} consecutive others, the last {} in step {}; before them the mean was {} "
+                      "and the standard deviation {}",
+                      state_.spikes, to_string(last_loss_), state_.steps, to_string(mean_loss()),
+                      to_string(std::sqrt(state_.variance))),
+          std::isfinite(last_loss_)
+              ? "load an earlier checkpoint, and lower the learning rate, clip gradients or skip "
+                "these batches; raise max_loss_ratio or max_z_score if the loss is usually that "
+                "noisy"
+              : "check the input for inf and NaN, then the weights: load an earlier checkpoint if "
+                "they have some. report::NonFiniteCheck names the operator that made the first"};
+}
+
+void DivergenceGuard::set_step(std::int64_t step) {
+  require_count("a step", step, 1);
+  state_.steps = step - 1;
 }
 
 double DivergenceGuard::mean_loss() const {

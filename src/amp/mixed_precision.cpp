@@ -114,6 +114,17 @@ const LossScaler& MixedPrecision::loss_scaler(std::int64_t loss_id) const {
   return impl().scaler(loss_id, "loss_scaler");
 }
 
+bool MixedPrecision::back_off_loss_scale(std::int64_t loss_id) {
+  constexpr auto kCaller = "back_off_loss_scale";
+  LossScaler& scaler = impl().scaler(loss_id, kCaller);
+  for (const Impl::OptimizerRecord& record : impl().optimizers) {
+    if (record.scaled.has_value() && record.scaled->loss_id == loss_id)
+      Impl::require_unscaled(record, kCaller);
+  }
+  impl().settle();
+  return impl().properties.enabled && scaler.back_off();
+}
+
 std::int64_t MixedPrecision::skipped_steps() const {
   impl().settle();
   std::int64_t sum = 0;

@@ -26,6 +26,11 @@ LossScaleState initial_loss_scale(const LossScaleOptions& options) {
   return state;
 }
 
+double backed_off_scale(const LossScaleOptions& options, double scale) {
+  return std::max(options.rounded(options.min_scale()),
+                  options.rounded(scale * options.backoff_factor()));
+}
+
 namespace {
 
 // One more overflow.
@@ -36,8 +41,7 @@ void back_off(const LossScaleOptions& options, LossScaleState& state) {
   if (restart ? state.overflows != options.hysteresis() : state.overflows < options.hysteresis()) {
     return;
   }
-  state.scale = std::max(options.rounded(options.min_scale()),
-                         options.rounded(state.scale * options.backoff_factor()));
+  state.scale = backed_off_scale(options, state.scale);
   if (restart) state.overflows = 0;
 }
 

@@ -77,6 +77,18 @@ void LossScaler::update(bool found_inf) {
       "smaller scale will not");
 }
 
+bool LossScaler::back_off() {
+  if (!options_.dynamic()) return false;
+  const double before = state_.scale;
+  const double after = detail::backed_off_scale(options_, before);
+  // Without a lower bound it could become 0. set_scale() may have set one below the bound.
+  if (!(after > 0) || after >= before) return false;
+  state_.scale = after;
+  state_.growth_tracker = -options_.growth_delay();
+  events::emit(events::LossScaleUpdated{loss_id_, before, after, /*found_inf=*/false});
+  return true;
+}
+
 void LossScaler::set_scale(double scale) {
   const double rounded = options_.rounded(scale);
   if (!(rounded > 0) || !std::isfinite(rounded)) {

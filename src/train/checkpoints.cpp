@@ -90,6 +90,24 @@ bool is_same_directory(const fs::path& one, const fs::path& other) {
   return fs::equivalent(one, other, ignored);
 }
 
+// The options that an optimizer has in this run. The saved run may have had another eps, that of its
+// level: see make_optimizer. The rate is set before each step, and all other options are equal.
+class OwnOptions {
+ public:
+  explicit OwnOptions(torch::optim::Optimizer& optimizer) : groups_(optimizer.param_groups()) {
+    options_.reserve(groups_.size());
+    for (const auto& group : groups_) options_.push_back(group.options().clone());
+  }
+  // Once.
+  void put_back() {
+    for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].set_options(std::move(options_[g]));
+  }
+
+ private:
+  std::vector<torch::optim::OptimizerParamGroup>& groups_;
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;
+};
+
 // Calls the function on rank 0, and returns its result on all ranks. If it throws, all throw.
 std::string on_rank_0(const comm::Group& group, const std::function<std::string()>& function) {
   std::string result;
@@ -126,6 +144,7 @@ checkpoint::Checkpoint Checkpoints::make(const fs::path& directory) {
   made.add("model", training_.model)
       .add("optimizer", training_.optimizer)
       .add("mixed", training_.mixed)
+      .add("divergence_guard", training_.guard)
       .add("gradient_order", training_.replicas)
       .add("loss_sums", loss_sums_)
       .add("loss_count", training_.position.loss_count);
@@ -134,12 +153,7 @@ checkpoint::Checkpoint Checkpoints::make(const fs::path& directory) {
 }
 
 std::optional<fs::path> Checkpoints::resume() {
-  // The saved run may have had another eps, that of its level: see make_optimizer. The rate is set
-  // before each step, and all other options are equal.
-  auto& groups = training_.optimizer.param_groups();
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> own_options;
-  own_options.reserve(groups.size());
-  for (const auto& group : groups) own_options.push_back(group.options().clone());
+  OwnOptions own_options(training_.optimizer);
   fs::path directory = options_.checkpoint_dir();
   take_lock();
   std::optional<std::int64_t> step;
@@ -151,9 +165,20 @@ std::optional<fs::path> Checkpoints::resume() {
     require_last(std::nullopt);
   }
   if (!step.has_value()) return std::nullopt;
-  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].set_options(std::move(own_options[g]));
+  own_options.put_back();
   restore_position(*step);
   return checkpoint::complete_path(directory, *step);
+}
+
+std::optional<std::int64_t> Checkpoints::roll_back() {
+  if (!last_.has_value()) return std::nullopt;
+  if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
+  OwnOptions own_options(training_.optimizer);
+  last_ = own_->resume();
+  if (!last_.has_value()) return std::nullopt;  // the first one could not be written
+  own_options.put_back();
+  restore_position(*last_);
+  return last_;
 }
 
 // Sets the directory too.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/amp/divergence_guard.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
@@ -32,6 +33,7 @@ struct Training {
   const amp::Model& model;
   torch::optim::Optimizer& optimizer;
   amp::MixedPrecision& mixed;
+  amp::DivergenceGuard& guard;
   parallel::detail::ReplicaSync& replicas;
   Position& position;
 };
@@ -53,6 +55,11 @@ class Checkpoints {
   // directory has checkpoints of another run or of later steps, or is one step's, or if another
   // training uses it.
   std::optional<std::filesystem::path> resume();
+
+  // Loads the newest checkpoint of the options' directory that this training has saved there or
+  // resumed from, with its position, and returns its step. Returns std::nullopt if there is none. The
+  // optimizer keeps this run's options. FileError as resume().
+  std::optional<std::int64_t> roll_back();
 
   // FileError if the options' directory could not be written now. Changes nothing.
   void require_writable() const;

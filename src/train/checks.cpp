@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/core/dtype_limits.h"
+#include "src/train/on_spike.h"
 #include "src/train/setup.h"
 #include "src/weights/file_names.h"
 
@@ -38,6 +39,21 @@ void check_checkpoint_options(const TrainOptions& options) {
           "'" + options.save_weights().string() + "'");
 }
 
+void check_spike_options(const TrainOptions& options) {
+  if (options.on_spike() == OnSpike::none) return;
+  const auto require = [&](bool good, std::string_view expected, std::string_view got) {
+    const std::string_view action = name_of(options.on_spike());
+    if (!good) throw Error(kChecks, fmt::format("{} with on_spike {}", expected, action), got);
+  };
+  require(has_spike_limit(options), "a max_loss_ratio or max_z_score in divergence_guard", "none");
+  if (options.on_spike() == OnSpike::lower_scale)
+    require(has_dynamic_scale(options), "a dynamic loss scale", "a constant one");
+  if (options.on_spike() == OnSpike::rollback) {
+    require(!options.checkpoint_dir().empty(), "a checkpoint_dir", "none");
+    require(options.save_every().is_set(), "save_every", "none");
+  }
+}
+
 }  // namespace
 
 void check_options(const TrainOptions& options, const DataKind& kind) {
@@ -68,6 +84,7 @@ void check_options(const TrainOptions& options, const DataKind& kind) {
   require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
   precision_of(options).check(kChecks);
   check_checkpoint_options(options);
+  check_spike_options(options);
 }
 
 }  // namespace semitone::train

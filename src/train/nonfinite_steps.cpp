@@ -73,4 +73,8 @@ void NonFiniteSteps::after_step(bool was_skipped, Observer& observer) {
                       "scale");
 }
 
+void NonFiniteSteps::continue_at(std::int64_t step) {
+  while (check_.has_value() && check_->step() < step) check_->next_step();
+}
+
 }  // namespace semitone::train

@@ -25,6 +25,10 @@ class NonFiniteSteps {
   // it: others may have received its values. If a check itself failed, all ranks throw an Error.
   void after_step(bool was_skipped, Observer& observer);
 
+  // Every rank may call it between two steps: the next step has this number. What was found in a
+  // step that has no end is forgotten.
+  void continue_at(std::int64_t step);
+
  private:
   std::optional<report::NonFiniteCheck> check_;
   comm::Group group_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/train/data_set.h"
+#include "src/train/on_spike.h"
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -37,11 +38,11 @@ struct StepBegins {
 struct StepDone {
   std::int64_t epoch;  // from 1
   std::int64_t epochs;
-  std::int64_t batch;    // in the epoch, from 1
-  std::int64_t batches;  // per epoch
-  std::int64_t step;     // in the training, from 1
-  double loss;           // of this process's batch, before the step
-  bool skipped;
+  std::int64_t batch;       // in the epoch, from 1
+  std::int64_t batches;     // per epoch
+  std::int64_t step;        // in the training, from 1
+  double loss;              // of this process's batch, before the step
+  bool skipped;             // by the loss scale, or since the batch was left out (OnSpike::skip)
   double loss_scale;        // after the step
   double items_per_second;  // so far, over all processes; DataKind::items says of what
   double seconds_left;      // until the end of the training, estimated
@@ -52,6 +53,23 @@ struct StepDone {
 struct NonFiniteStep {
   std::int64_t step;  // in the training, from 1
   std::string found;  // report::NonFiniteFinding::to_string
+};
+
+// Event: the loss of a step was a spike (TrainOptions::divergence_guard).
+struct LossSpike {
+  std::int64_t step;  // in the training, from 1
+  double loss;        // mean over all processes
+  double mean_loss;   // running mean of the losses before it
+  OnSpike action;     // what was done
+  double loss_scale;  // after it
+};
+
+// Event: the training had diverged, and has loaded a checkpoint (OnSpike::rollback). It goes on with
+// the next batch.
+struct RolledBack {
+  std::int64_t step;   // the one that diverged, in the training, from 1
+  std::int64_t saved;  // the step of the checkpoint
+  std::string reason;  // the message of the DivergedError
 };
 
 // Event: the last batch of an epoch is done.
@@ -85,6 +103,8 @@ class Observer {
   virtual void on(const StepBegins&) {}
   virtual void on(const StepDone&) {}
   virtual void on(const NonFiniteStep&) {}
+  virtual void on(const LossSpike&) {}
+  virtual void on(const RolledBack&) {}
   virtual void on(const EpochDone&) {}
   virtual void on(const Tested&) {}
 };

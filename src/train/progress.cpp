@@ -149,6 +149,24 @@ void Progress::on(const NonFiniteStep& step) {
   out_ << fmt::format("{}  skipped step {}: {}\n", label_, step.step, step.found) << std::flush;
 }
 
+void Progress::on(const LossSpike& spike) {
+  clear();
+  std::string what = "loss spike in step";
+  std::string after;
+  if (spike.action == OnSpike::skip) what = "left out the batch of step";
+  if (spike.action == OnSpike::lower_scale) after = fmt::format("; scale {:g}", spike.loss_scale);
+  out_ << fmt::format("{}  {} {}: loss {:.4f}, running mean {:.4f}{}\n", label_, what, spike.step,
+                      without_sign_of_nan(spike.loss), without_sign_of_nan(spike.mean_loss), after)
+       << std::flush;
+}
+
+void Progress::on(const RolledBack& rolled_back) {
+  clear();
+  out_ << fmt::format("{}  rolled back from step {} to the checkpoint of step {}: {}\n", label_,
+                      rolled_back.step, rolled_back.saved, rolled_back.reason)
+       << std::flush;
+}
+
 void Progress::on(const EpochDone& epoch) {
   clear();
   const std::vector<Field> fields{

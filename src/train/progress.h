@@ -16,7 +16,7 @@ namespace semitone::train {
 //
 // A narrow terminal omits whole fields, the remaining time last. Without a terminal, a line is
 // printed every `every` steps. A line is always printed after a resume, for a step with infs or NaNs,
-// at the end of each epoch and for the test.
+// for a spike of the loss and a rollback, at the end of each epoch and for the test.
 class Progress : public Observer {
  public:
   // @param out      must outlive this object
@@ -32,6 +32,8 @@ class Progress : public Observer {
   void on(const TrainingBegins& begin) override;
   void on(const StepDone& step) override;
   void on(const NonFiniteStep& step) override;
+  void on(const LossSpike& spike) override;
+  void on(const RolledBack& rolled_back) override;
   void on(const EpochDone& epoch) override;
   void on(const Tested& tested) override;
 

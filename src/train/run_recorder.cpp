@@ -50,6 +50,18 @@ void RunRecorder::on(const NonFiniteStep& step) {
   next_.on(step);
 }
 
+void RunRecorder::on(const LossSpike& spike) {
+  log_.add_scalar("train/loss_spike", spike.loss, spike.step);
+  next_.on(spike);
+}
+
+void RunRecorder::on(const RolledBack& rolled_back) {
+  step_ = rolled_back.step;
+  log_.add_scalar("train/rollback_to", static_cast<double>(rolled_back.saved), rolled_back.step);
+  log_.add_text("train/rollback", rolled_back.reason, rolled_back.step);
+  next_.on(rolled_back);
+}
+
 void RunRecorder::on(const EpochDone& epoch) {
   log_.add_scalar("train/epoch", static_cast<double>(epoch.epoch), step_);
   log_.add_scalar("train/epoch_loss", epoch.train_loss, step_);

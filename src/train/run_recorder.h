@@ -13,6 +13,8 @@ namespace semitone::train {
 //
 // - every 10 steps: train/loss (of this process's batch), train/lr, and train/images_per_second, or
 //   what else DataKind::items says
+// - at each spike of the loss: train/loss_spike (mean over all processes); at a rollback the text
+//   train/rollback, and train/rollback_to, the step of the checkpoint
 // - after each epoch: train/epoch, train/epoch_loss (mean), train/epoch_seconds, amp/loss_scale,
 //   amp/skipped_steps
 // - at the end: test/accuracy (0 to 1), test/loss; on a text test/perplexity
@@ -35,6 +37,8 @@ class RunRecorder : public Observer {
   void on(const StepBegins& begin) override;
   void on(const StepDone& step) override;
   void on(const NonFiniteStep& step) override;
+  void on(const LossSpike& spike) override;
+  void on(const RolledBack& rolled_back) override;
   void on(const EpochDone& epoch) override;
   void on(const Tested& tested) override;
 

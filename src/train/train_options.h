@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/amp/divergence_guard.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/comm/group.h"
@@ -8,6 +9,7 @@
 #include "src/core/dtype_limits.h"
 #include "src/core/named_rows.h"
 #include "src/train/memory_format.h"
+#include "src/train/on_spike.h"
 #include "src/train/optimizers.h"
 #include "src/train/save_interval.h"
 #include "src/train/schedule.h"
@@ -16,6 +18,7 @@
 #include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -76,6 +79,16 @@ class TrainOptions {
   // 2^16 needs 40 skips to fall to its lower bound.
   TORCH_ARG(std::int64_t, max_consecutive_skips) = 100;
 
+  // Which losses are spikes, and how many in a row are a divergence. Without max_loss_ratio and
+  // max_z_score none is. The training replaces max_consecutive_skips (by its own, above), agree (by
+  // the mean over the group) and rollback (by on_spike).
+  TORCH_ARG(amp::DivergenceGuardOptions, divergence_guard);
+  // What to do about a spike. Needs one of the two limits; OnSpike::lower_scale also a dynamic loss
+  // scale, and OnSpike::rollback a checkpoint_dir and save_every. The training then rolls back at
+  // most divergence_guard().max_rollbacks() times, and does not save while losses are spikes, except
+  // at its end.
+  TORCH_ARG(OnSpike, on_spike) = OnSpike::none;
+
   // Look for the operator that makes the first inf or NaN of a step (report::NonFiniteCheck). If the
   // step is taken, the training ends with a DivergedError that names it. If it is skipped, as a
   // dynamic loss scale does now and then, the observer is told. Slower; no result changes.
@@ -114,6 +127,15 @@ class TrainOptions {
 // Returns the dtype of the weights or operators in training: fp32 at O0, else the options' 16-bit
 // dtype.
 c10::ScalarType training_dtype(const TrainOptions& options);
+
+// Returns whether losses can be spikes.
+inline bool has_spike_limit(const TrainOptions& options) {
+  const amp::DivergenceGuardOptions& guard = options.divergence_guard();
+  return guard.max_loss_ratio() > 0 || guard.max_z_score() > 0;
+}
+
+// Returns whether the loss scale is dynamic: as set, or by default at the level.
+bool has_dynamic_scale(const TrainOptions& options);
 
 // The largest number that a flag for a count takes.
 inline constexpr std::int64_t kLargestCount = 1'000'000'000;
@@ -169,6 +191,27 @@ void add_training_flags(Flags& add, TrainOptions& options) {
               "Stop after this step, counted from the start of the training; 0: train to the end");
   add.mark("--check-nonfinite", options.check_nonfinite(),
            "Name the operator that makes the first inf or NaN, and stop there; slower");
+}
+
+// The flags for spikes of the loss.
+template <typename Flags>
+void add_spike_flags(Flags& add, TrainOptions& options) {
+  amp::DivergenceGuardOptions& guard = options.divergence_guard();
+  const std::string in_a_row = std::to_string(guard.max_consecutive_spikes()) + " in a row";
+  add.number(
+      "--max-loss-ratio", guard.max_loss_ratio(),
+      [](double value) { return value == 0 || (value > 1 && std::isfinite(value)); },
+      "of 0 (no limit) or above 1",
+      "A loss above this many times its running mean is a spike, from step " +
+          std::to_string(guard.warmup_steps() + 1) + " on; " + in_a_row +
+          " end the training; 0: no limit");
+  add.choice(
+      "--on-spike", std::string(name_of(options.on_spike())),
+      {"none", "skip", "lower-scale", "rollback"},
+      [&](const std::string& name) { options.on_spike(parse_on_spike(name)); },
+      "skip: leave out the batch; lower-scale: lower the loss scale; rollback: after " + in_a_row +
+          ", load the newest checkpoint and go on with the next batch, at most " +
+          std::to_string(guard.max_rollbacks()) + " times");
 }
 
 // The flags for processes that train together.

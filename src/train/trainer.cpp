@@ -15,6 +15,7 @@
 #include "src/train/checkpoints.h"
 #include "src/train/checks.h"
 #include "src/train/initial_model.h"
+#include "src/train/loss_watch.h"
 #include "src/train/meter.h"
 #include "src/train/nonfinite_steps.h"
 #include "src/train/numbers.h"
@@ -91,9 +92,11 @@ class Run {
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
                   options.ddp()),
-        checkpoints_(options,
-                     {setup_.handle, *setup_.optimizer, setup_.mixed, replicas_, position_},
-                     run_config_of(options, format_, data)),
+        losses_(options, *setup_.model.module(), setup_.mixed),
+        checkpoints_(
+            options,
+            {setup_.handle, *setup_.optimizer, setup_.mixed, losses_.guard(), replicas_, position_},
+            run_config_of(options, format_, data)),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
     reseed(options.group());
@@ -180,7 +183,9 @@ class Run {
         position_.loss_sum = 0;
         position_.loss_count = 0;
       }
-      step(order[static_cast<std::size_t>(batch)], nonfinite);
+      const std::int64_t number = position_.step + 1;
+      const bool is_done = unless_rolled_back(
+          number, nonfinite, [&] { step(order[static_cast<std::size_t>(batch)], nonfinite); });
       if (batch + 1 == count_.batches) {
         observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
                                setup_.mixed.skipped_steps(), meter_.items_per_second(),
@@ -188,13 +193,57 @@ class Run {
       }
       const StepDecision decision = decisions_.after(position_.step);
       stop_signal_ = decision.stop_signal;
-      if (decision.save) {
-        checkpoints_.save();
+      must_save_ = is_done && (must_save_ || decision.save);
+      if (must_save_ && !losses_.delays_checkpoints()) {
+        // DivergedError if weights are inf or NaN.
+        unless_rolled_back(number, nonfinite, [this] { checkpoints_.save(); });
         decisions_.restart_clock();
+        must_save_ = false;
       }
     }
     train_seconds_ = seconds_since(begin);
   }
+
+  // Calls a part of a step. If it finds, as all processes do, that the training has diverged, rolls
+  // back and returns false; throws if there is no rollback.
+  // @param number  of the step, from 1
+  template <typename Act>
+  bool unless_rolled_back(std::int64_t number, NonFiniteSteps& nonfinite, const Act& act) {
+    try {
+      act();
+      return true;
+    } catch (const DivergedError& error) {
+      if (options_.on_spike() != OnSpike::rollback || !roll_back(number, error)) throw;
+    }
+    nonfinite.continue_at(number + 1);
+    return false;
+  }
+
+  // Loads the newest checkpoint, but leaves the position behind the step: with the same batches the
+  // training would diverge again. If that is impossible, logs why, and returns false.
+  bool roll_back(std::int64_t number, const DivergedError& error) {
+    const auto refuse = [this](const std::string& reason) {
+      if (group().rank() == 0) log()->warn("[{}] no rollback: {}", kTrainer, reason);
+      return false;
+    };
+    if (rollbacks_ == options_.divergence_guard().max_rollbacks())
+      return refuse(fmt::format("there were {} already", rollbacks_));
+    const auto saved = checkpoints_.roll_back();
+    if (!saved.has_value())
+      return refuse(fmt::format("no checkpoint yet in '{}'", options_.checkpoint_dir().string()));
+    ++rollbacks_;
+    // The mean loss of an epoch is that of its own steps.
+    if (epoch_of(*saved) != epoch_of(number)) {
+      position_.loss_sum = 0;
+      position_.loss_count = 0;
+    }
+    position_.step = number;
+    observer_.on(RolledBack{number, *saved, error.what()});
+    return true;
+  }
+
+  // From 0, of a step from 1.
+  std::int64_t epoch_of(std::int64_t number) const { return (number - 1) / count_.batches; }
 
   Batch read(const at::Tensor& indices) const {
     const events::PhaseScope phase(events::Phase::data);
@@ -211,31 +260,39 @@ class Run {
     return torch::cross_entropy_loss(logits, batch.labels);
   }
 
+  amp::Step optimize(const at::Tensor& loss) {
+    setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
+    checkpoints_.wait_for_copy();
+    return setup_.mixed.step(*setup_.optimizer);
+  }
+
   void step(const at::Tensor& indices, NonFiniteSteps& nonfinite) {
-    observer_.on(StepBegins{position_.step + 1});
+    const std::int64_t number = position_.step + 1;
+    observer_.on(StepBegins{number});
     const auto begin = Clock::now();
     const Batch batch = read(indices);
     const double rate =
         learning_rate(options_.schedule(), options_.lr(), position_.step, count_.steps);
     for (auto& group : setup_.optimizer->param_groups()) group.options().set_lr(rate);
     setup_.optimizer->zero_grad();
+    losses_.before_forward();
     const at::Tensor loss = loss_of(batch);
-    setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
-    checkpoints_.wait_for_copy();
-    const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
+    const bool is_left_out = losses_.leaves_out(loss, number, observer_);
+    const amp::Step outcome = is_left_out ? amp::Step::skipped : optimize(loss);
+    const bool skipped = outcome == amp::Step::skipped;
     nonfinite.after_step(skipped, observer_);
+    if (!is_left_out) losses_.after_step(loss, outcome, number, observer_);
     const double value = loss.item<double>();
     if (!skipped) {
       if (!std::isfinite(value)) {
-        throw DivergedError(
-            kTrainer, "a finite training loss",
-            fmt::format("{} at step {}", without_sign_of_nan(value), position_.step + 1),
-            "lower the learning rate, or use a level with a loss scale");
+        throw DivergedError(kTrainer, "a finite training loss",
+                            fmt::format("{} at step {}", without_sign_of_nan(value), number),
+                            "lower the learning rate, or use a level with a loss scale");
       }
       position_.loss_sum += value;
       ++position_.loss_count;
     }
-    ++position_.step;
+    position_.step = number;
     const double seconds = seconds_since(begin);
     meter_.add(seconds, batch.labels.size(0) * group().size());
     epoch_seconds_ += seconds;
@@ -288,6 +345,8 @@ class Run {
     result.items_per_second = meter_.items_per_second();
     result.ms_per_step = meter_.median_ms();
     result.skipped_steps = setup_.mixed.skipped_steps();
+    result.loss_spikes = losses_.spikes();
+    result.rollbacks = rollbacks_;
     result.final_loss_scale = loss_scale();
     result.train_seconds = train_seconds_;
     result.stop_signal = stop_signal_;
@@ -327,11 +386,14 @@ class Run {
   Setup setup_;
   parallel::detail::ReplicaSync replicas_;
   Position position_;
+  LossWatch losses_;
   Checkpoints checkpoints_;
   StepDecisions decisions_;
   StepMeter meter_;
   double epoch_seconds_ = 0;
   double train_seconds_ = 0;
+  bool must_save_ = false;  // once losses are no spikes any more
+  std::int64_t rollbacks_ = 0;
   int stop_signal_ = 0;
 };
 
@@ -339,6 +401,12 @@ class Run {
 
 c10::ScalarType training_dtype(const TrainOptions& options) {
   return precision_of(options).dtype();
+}
+
+bool has_dynamic_scale(const TrainOptions& options) {
+  if (options.loss_scale().has_value()) return options.loss_scale()->is_dynamic();
+  return amp::Properties::defaults(options.opt_level(), precision_of(options).lower_dtype())
+      .loss_scale.is_dynamic();
 }
 
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

@@ -34,6 +34,9 @@ struct TrainResult {
   std::int64_t peak_rss_bytes = 0;     // of this process
   std::int64_t peak_tensor_bytes = 0;  // of the training in this process, without the data set
   std::int64_t skipped_steps = 0;
+  // Since this start: spikes of the loss (TrainOptions::divergence_guard), and rollbacks.
+  std::int64_t loss_spikes = 0;
+  std::int64_t rollbacks = 0;
   double final_loss_scale = 1;
   // Wall time of all of this run's steps and of the time between them, without the test.
   double train_seconds = 0;
@@ -76,8 +79,13 @@ struct TrainResult {
 // cannot be read or belong to another run, and for later steps, another run or another training in
 // checkpoint_dir.
 // DivergedError if too many consecutive steps were skipped, if a step was taken with a non-finite
-// loss, or if the test loss is not finite; earlier checkpoints stay. CommError, naming the rank, if
-// another process is lost.
+// loss, if too many consecutive losses were spikes, or if the test loss is not finite; earlier
+// checkpoints stay. With OnSpike::rollback those before the test first cause rollbacks. CommError,
+// naming the rank, if another process is lost.
+//
+// A batch that is left out (OnSpike::skip) and the steps between a checkpoint and a rollback to it
+// count as steps: the learning rate, the order of the batches and the end of the training are those
+// of an undisturbed one. Random numbers continue from the checkpoint.
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer);
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

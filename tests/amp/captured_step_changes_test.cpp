@@ -68,6 +68,26 @@ TEST_F(CapturedSteps, SeeWeightsThatWereChanged) {
   }
 }
 
+TEST_F(CapturedSteps, SeeALossScaleThatWasLowered) {
+  for (const Options& options : all_options()) {
+    SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
+    Training want(kinds()[0], options, {}, false);
+    Training got(kinds()[0], options);
+    const double first = got.mixed->loss_scaler().scale();
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      for (Training* one : {&got, &want}) {
+        if (i == 3 || i == 5 || i == 6) one->mixed->back_off_loss_scale();
+      }
+      expect_same_step(got, want, batch(i));
+    }
+    const Properties& level = got.mixed->properties();
+    EXPECT_EQ(got.mixed->loss_scaler().scale() < first,
+              level.enabled && level.loss_scale.is_dynamic());
+    EXPECT_EQ(graphs().captures, 1);
+    graphs() = {};
+  }
+}
+
 TEST_F(CapturedSteps, AreCapturedAgainWhereLayersAreFrozenOrStateIsWanted) {
   for (const Options& options : all_options()) {
     SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());

@@ -127,6 +127,39 @@ TEST(ScaledLoss, TheScaleMovesOnceAStepHoweverManyBackwards) {
   }
 }
 
+TEST(ScaledLoss, AScaleIsLoweredWithoutAnOverflowAndGradientsStayTheSame) {
+  for (const std::string level : kLevels) {
+    Trained trained(dynamic_scale(options(level).num_losses(2)));
+    Trained other(dynamic_scale(options(level).num_losses(2)));
+    EXPECT_TRUE(trained.mixed.back_off_loss_scale()) << level;
+    EXPECT_EQ(trained.mixed.loss_scaler(0).scale(), kFirstScale / 2);
+    EXPECT_EQ(trained.mixed.loss_scaler(1).scale(), kFirstScale);
+    for (Trained* const one : {&trained, &other}) {
+      one->backward();
+      EXPECT_EQ(one->mixed.step(one->optimizer), Step::stepped) << level;
+    }
+    EXPECT_TRUE(same_bits(trained.weights(), other.weights())) << level;
+    EXPECT_EQ(trained.mixed.skipped_steps(), 0);
+    EXPECT_THROW(trained.mixed.back_off_loss_scale(2), Error);
+  }
+  Trained constant(options("O2").loss_scale(8.0));
+  EXPECT_FALSE(constant.mixed.back_off_loss_scale());
+  EXPECT_EQ(constant.mixed.loss_scaler().scale(), 8);
+}
+
+TEST(ScaledLoss, AScaleIsNotLoweredWhileGradientsHaveIt) {
+  Trained trained(dynamic_scale(options("O2").num_losses(2)));
+  trained.backward(ScaleLossOptions().delay_unscale(true));
+  EXPECT_THAT(message_of<Error>([&] { trained.mixed.back_off_loss_scale(); }),
+              HasSubstr("[amp.mixed_precision.back_off_loss_scale] expected gradients that are "
+                        "unscaled, got scaled ones"));
+  EXPECT_TRUE(trained.mixed.back_off_loss_scale(1));
+  trained.backward();
+  EXPECT_TRUE(trained.mixed.back_off_loss_scale());
+  EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::stepped);
+  EXPECT_EQ(trained.mixed.loss_scaler().scale(), kFirstScale / 2);
+}
+
 TEST(ScaledLoss, KOverflowsHalveEachScalerKTimes) {
   Trained trained(dynamic_scale(options("O2").num_losses(2)));
   for (int i = 0; i < 5; ++i) {

@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
@@ -268,7 +269,7 @@ TEST_F(CliTest, ResultsDoNotReplaceWhatTheTrainingReads) {
   const std::string text = "# A file of flags without any.\n";
   write_text(file, text);
   for (const Words& arguments :
-       {Words{"--policy", policy, "--json", policy}, Words{"--config", policy, "--json", policy}}) {
+       {Words{"--policy", file, "--json", file}, Words{"--config", file, "--json", file}}) {
     expect_failure(run_semitone(train(arguments)), 2,
                    "expected two files for " + arguments.front());
     EXPECT_EQ(read_text(file), text);
@@ -304,6 +305,77 @@ TEST_F(CliTest, SkippedStepsWithNonFiniteOperatorsAreSaidAndDoNotEndTheTraining)
   EXPECT_THAT(finished.err,
               AllOf(HasSubstr("O2 float16   skipped step 1: "), HasSubstr("skipped step 3: "),
                     HasSubstr(" in the backward pass")));
+}
+
+// At such a small rate weights do not change. The losses are those of the first weights, which
+// differ from batch to batch, and some are above 1.2 times the mean.
+class SpikesOfTheLoss : public CliTest {
+ protected:
+  ProcessResult train_with(const Words& more) const {
+    Words words{"train",
+                "--data",
+                data_.path().string(),
+                "--threads",
+                "1",
+                "--batch-size",
+                "4",
+                "--lr",
+                "1e-30",
+                "--epochs",
+                "2",
+                "--log-every",
+                "0",
+                "--json",
+                "--max-loss-ratio",
+                "1.2",
+                "--growth-interval",
+                "0"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_semitone(words);
+  }
+};
+
+TEST_F(SpikesOfTheLoss, AreCountedAndTheirBatchesLeftOut) {
+  const ProcessResult counted = train_with({"--opt-level", "O0"});
+  ASSERT_TRUE(counted.status.success()) << counted.err;
+  const json result = json::parse(counted.out).at(0);
+  EXPECT_GT(result.at("loss_spikes"), 0);
+  EXPECT_EQ(result.at("rollbacks"), 0);
+  EXPECT_EQ(result.at("steps"), 200);
+  EXPECT_THAT(counted.err, HasSubstr("O0 float32   loss spike in step 1"));
+  const ProcessResult skipped = train_with({"--opt-level", "O0", "--on-spike", "skip"});
+  ASSERT_TRUE(skipped.status.success()) << skipped.err;
+  EXPECT_EQ(json::parse(skipped.out).at(0).at("loss_spikes"), result.at("loss_spikes"));
+  EXPECT_THAT(skipped.err, HasSubstr("O0 float32   left out the batch of step 1"));
+  EXPECT_LT(json::parse(skipped.out).at(0).at("train_loss"), result.at("train_loss"));
+}
+
+TEST_F(SpikesOfTheLoss, LowerTheLossScale) {
+  const ProcessResult finished =
+      train_with({"--opt-level", "O2", "--dtype", "fp16", "--on-spike", "lower-scale"});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json result = json::parse(finished.out).at(0);
+  EXPECT_GT(result.at("loss_spikes"), 0);
+  const int halved = result.at("loss_spikes").get<int>() + result.at("skipped_steps").get<int>();
+  EXPECT_EQ(result.at("final_loss_scale"), std::ldexp(65536, -halved));
+  EXPECT_THAT(finished.err, ContainsRegex("loss spike in step .*; scale [0-9]+\n"));
+}
+
+// The first step ruins the weights, which are finite: so is every checkpoint.
+TEST_F(CliTest, ATrainingThatStaysDivergedRollsBackAFewTimesAndEndsWithCode3) {
+  const auto run = (folder_ / "run").string();
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "O0", "--lr", "1e30", "--max-loss-ratio", "3",
+                          "--on-spike", "rollback", "--checkpoint-dir", run, "--save-every", "1"}));
+  EXPECT_EQ(finished.status.code, 3);
+  for (const char* const text :
+       {"O0 float32   rolled back from step 2 to the checkpoint of step 1: [amp.divergence_guard] "
+        "expected a finite loss, got nan in step 2",
+        "rolled back from step 3 to the checkpoint of step 1",
+        "rolled back from step 4 to the checkpoint of step 1", "no rollback: there were 3 already",
+        "\n[amp.divergence_guard] expected a finite loss, got nan in step 5"})
+    EXPECT_THAT(finished.err, HasSubstr(text));
+  EXPECT_THAT(finished.err, Not(HasSubstr("rolled back from step 5")));
 }
 
 TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {

@@ -193,6 +193,44 @@ TEST(LossScaler, SetScaleRoundsAndChecks) {
   EXPECT_EQ(scaler.scale(), static_cast<double>(0.1F));
 }
 
+TEST(LossScaler, BacksOffWithoutAnOverflow) {
+  LossScaler scaler(LossScaleOptions()
+                        .init_scale(16)
+                        .backoff_factor(0.25)
+                        .min_scale(3)
+                        .growth_interval(10)
+                        .growth_delay(2)
+                        .hysteresis(3),
+                    /*loss_id=*/5);
+  for (int i = 0; i < 4; ++i) scaler.update(false);
+  EXPECT_EQ(scaler.state().growth_tracker, 2);
+  const RecordedEvents events;
+  EXPECT_TRUE(scaler.back_off());
+  EXPECT_EQ(scaler.scale(), 4);
+  EXPECT_EQ(scaler.state().growth_tracker, -2);
+  EXPECT_TRUE(scaler.back_off());
+  EXPECT_EQ(scaler.scale(), 3);
+  EXPECT_FALSE(scaler.back_off());
+  scaler.set_scale(2);  // below the bound
+  EXPECT_FALSE(scaler.back_off());
+  EXPECT_EQ(scaler.scale(), 2);
+  EXPECT_EQ(scaler.skipped_steps(), 0);
+  ASSERT_EQ(events.updates().size(), 3U);
+  EXPECT_EQ(events.updates()[0].loss_id, 5);
+  EXPECT_EQ(events.updates()[0].before, 16);
+  EXPECT_EQ(events.updates()[0].after, 4);
+  EXPECT_FALSE(events.updates()[0].found_inf);
+}
+
+TEST(LossScaler, NeitherAConstantScaleNorTheSmallestNumberBacksOff) {
+  LossScaler constant(LossScaleOptions::fixed(8));
+  EXPECT_FALSE(constant.back_off());
+  EXPECT_EQ(constant.scale(), 8);
+  LossScaler smallest(LossScaleOptions::torch().init_scale(0x1p-149));
+  EXPECT_FALSE(smallest.back_off());
+  EXPECT_EQ(smallest.scale(), 0x1p-149);
+}
+
 TEST(LossScaler, NewOptionsKeepTheStateButNoCounterThatWouldNeverFireAgain) {
   LossScaler scaler(LossScaleOptions().init_scale(8).growth_interval(100));
   for (int i = 0; i < 50; ++i) scaler.update(false);

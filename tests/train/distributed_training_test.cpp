@@ -7,6 +7,7 @@
 #include "src/train/diverged_elsewhere.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
+#include "tests/train/spiky_net.h"
 #include "tests/train/text_training.h"
 
 #include <torch/torch.h>
@@ -16,6 +17,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,6 +29,7 @@ namespace {
 using amp::OptLevel;
 using test::Rank;
 using test::run_ranks;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 std::string bits(const std::vector<at::Tensor>& tensors) {
@@ -259,6 +263,82 @@ TEST(DistributedTrainer, TheRankThatMadeANanSaysSoAndAllEnd) {
                                           "on rank 1"));
     }
     EXPECT_EQ(losses.values.size(), 2U);
+  });
+}
+
+// Spikes on rank 1 alone.
+SpikyNet net_of(const comm::Group& group, const std::set<std::int64_t>& bad_steps, double factor) {
+  return SpikyNet(group.rank() == 1 ? bad_steps : std::set<std::int64_t>{}, factor);
+}
+
+// After each step and each rollback, the parameters' values.
+struct Weights : Losses {
+  using Losses::on;
+  void on(const TrainingBegins& begin) override { model = &begin.model; }
+  void on(const StepDone& step) override { after[step.step] = bits(model->parameters()); }
+  void on(const LossSpike& spike) override { spikes.push_back(spike.step); }
+  void on(const RolledBack& rolled_back) override {
+    after[rolled_back.step] = bits(model->parameters());
+    rollbacks.push_back(rolled_back.step);
+  }
+  const torch::nn::Module* model = nullptr;
+  std::map<std::int64_t, std::string> after;
+  std::vector<std::int64_t> spikes;
+  std::vector<std::int64_t> rollbacks;
+};
+
+TrainOptions options_on_spike(OnSpike action, OptLevel level, const comm::Group& group) {
+  return options_for(level, group)
+      .dtype(torch::kBFloat16)
+      .max_steps(24)
+      .divergence_guard(amp::DivergenceGuardOptions().max_loss_ratio(5).warmup_steps(5))
+      .on_spike(action);
+}
+
+TEST(DistributedTrainer, EveryRankLeavesOutTheBatchesOfASpike) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    for (const auto level : {OptLevel::O0, OptLevel::O1, OptLevel::O2}) {
+      for (const double factor : {kSpike, std::nan("")}) {
+        SCOPED_TRACE(std::string(amp::name_of(level)) + " " + std::to_string(factor));
+        Weights weights;
+        const auto result =
+            train_classifier([&] { return Classifier(net_of(group, {12, 13, 18}, factor)); },
+                             data(), options_on_spike(OnSpike::skip, level, group), weights);
+        EXPECT_THAT(weights.spikes, ElementsAre(12, 13, 18));
+        for (const std::int64_t step : {12, 13, 18})
+          EXPECT_TRUE(weights.after[step] == weights.after[step - 1]) << step;
+        EXPECT_FALSE(weights.after[14] == weights.after[13]);
+        EXPECT_EQ(result.loss_spikes, 3);
+        EXPECT_TRUE(std::isfinite(result.test_loss));
+        EXPECT_TRUE(group.broadcast(weights.after[24]) == weights.after[24]);
+      }
+    }
+  });
+}
+
+TEST(DistributedTrainer, EveryRankRollsBackWhenOneHasANan) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {OptLevel::O0, OptLevel::O2}) {
+      const std::string name(amp::name_of(level));
+      SCOPED_TRACE(name);
+      Weights weights;
+      // At O2 in bf16 the scale is 1, and the masters' gradients are checked: steps are skipped.
+      const auto result = train_classifier(
+          [&] { return Classifier(net_of(group, {13, 14}, std::nan(""))); }, data(),
+          options_on_spike(OnSpike::rollback, level, group)
+              .max_consecutive_skips(2)
+              .checkpoint_dir(rank.folder() / name)
+              .save_every({.steps = 10}),
+          weights);
+      EXPECT_EQ(weights.rollbacks.front(), level == OptLevel::O0 ? 13 : 14);
+      EXPECT_EQ(result.rollbacks, std::ssize(weights.rollbacks));
+      EXPECT_TRUE(weights.after[weights.rollbacks.front()] == weights.after[10]);
+      EXPECT_FALSE(weights.after[15] == weights.after[10]);
+      EXPECT_TRUE(std::isfinite(result.test_loss));
+      EXPECT_TRUE(group.broadcast(weights.after[24]) == weights.after[24]);
+    }
   });
 }
 

@@ -50,6 +50,27 @@ TEST(Progress, WithoutATerminalSaysALineForTheResumeForAnEpochAndForTheTest) {
             "O1 float16  test accuracy 98.71 %  loss 0.0500\n");
 }
 
+TEST(Progress, SaysWhatWasDoneAboutSpikesOfTheLoss) {
+  std::ostringstream out;
+  Progress progress(out, "O2 float16", 0);
+  LossSpike spike{
+      .step = 131, .loss = 9.25, .mean_loss = 0.5, .action = OnSpike::none, .loss_scale = 32768};
+  progress.on(spike);
+  spike.action = OnSpike::skip;
+  spike.loss = -std::numeric_limits<double>::quiet_NaN();
+  progress.on(spike);
+  spike.action = OnSpike::lower_scale;
+  spike.loss = 7;
+  progress.on(spike);
+  progress.on(RolledBack{.step = 140, .saved = 100, .reason = "[amp.divergence_guard] …"});
+  EXPECT_EQ(out.str(),
+            "O2 float16  loss spike in step 131: loss 9.2500, running mean 0.5000\n"
+            "O2 float16  left out the batch of step 131: loss nan, running mean 0.5000\n"
+            "O2 float16  loss spike in step 131: loss 7.0000, running mean 0.5000; scale 32768\n"
+            "O2 float16  rolled back from step 140 to the checkpoint of step 100: "
+            "[amp.divergence_guard] …\n");
+}
+
 TEST(Progress, WithoutATerminalSaysALineEverySoManySteps) {
   std::ostringstream out;
   Progress progress(out, "O1 float16", 0, 50);

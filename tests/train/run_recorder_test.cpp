@@ -106,6 +106,25 @@ TEST(RunRecorder, GivesEventsTheStepOfANewTrainingToo) {
   EXPECT_THAT(metrics_in(folder.path()), ElementsAre("1,amp/skipped_steps,1"));
 }
 
+TEST(RunRecorder, RecordsSpikesAndRollbacks) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Recorder next;
+  RunRecorder recorder(log, next);
+  recorder.on(StepBegins{31});
+  recorder.on(LossSpike{
+      .step = 31, .loss = 7.5, .mean_loss = 0.5, .action = OnSpike::rollback, .loss_scale = 1});
+  recorder.on(done(31));
+  recorder.on(StepBegins{32});
+  recorder.on(RolledBack{.step = 32, .saved = 20, .reason = "diverged"});
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()),
+              ElementsAre("31,train/loss_spike,7.5", "32,train/rollback_to,20"));
+  EXPECT_THAT(read_text(folder.path() / "texts.jsonl"), ::testing::HasSubstr("diverged"));
+  EXPECT_EQ(next.spikes.size(), 1U);
+  EXPECT_EQ(next.rollbacks.size(), 1U);
+}
+
 TEST(RunRecorder, RecordsTheLearningRateOfEachStep) {
   const TemporaryFolder folder;
   report::RunLog log(folder.path());

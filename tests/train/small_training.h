@@ -44,11 +44,15 @@ struct Recorder : Observer {
     steps.push_back(step);
     losses.push_back(step.loss);
   }
+  void on(const LossSpike& spike) override { spikes.push_back(spike); }
+  void on(const RolledBack& rolled_back) override { rollbacks.push_back(rolled_back); }
   void on(const EpochDone& epoch) override { epochs.push_back(epoch); }
   void on(const Tested& tested) override { tests.push_back(tested); }
   std::vector<Resumed> resumed;
   std::vector<StepDone> steps;
   std::vector<double> losses;
+  std::vector<LossSpike> spikes;
+  std::vector<RolledBack> rollbacks;
   std::vector<EpochDone> epochs;
   std::vector<Tested> tests;
 };

@@ -159,6 +159,18 @@ class [[nodiscard]] MixedPrecision {
   /// Returns the scaler of a loss. The reference stays valid as long as this object and those that it
   /// is moved to. If a device decides steps, its values are those of this call.
   const LossScaler& loss_scaler(std::int64_t loss_id = 0) const;
+  /// Lowers a dynamic loss scale without an overflow, for example after a spike of the loss that a
+  /// DivergenceGuard has found. It does what LossScaler::back_off does, from the next scale_loss
+  /// on. Returns whether the scale has changed: false if it is constant, as it is for bf16 by
+  /// default, or at its lower bound. Error for an unknown loss_id, and while gradients are scaled,
+  /// as in step().
+  ///
+  /// This helps if values overflow in the backward pass and no parameter's gradient shows it,
+  /// because a mask, a clamp or a saturating cast (as to fp8) removes the infinities. It also saves
+  /// skipped steps if gradients grow faster than the scale backs off by itself. It does not help
+  /// against bad batches and high learning rates, since a scale does not change gradients that do
+  /// not overflow. A scale that is lowered too often makes small gradients 0 in fp16.
+  bool back_off_loss_scale(std::int64_t loss_id = 0);
   /// Returns the number of skipped steps of all optimizers.
   std::int64_t skipped_steps() const;
 

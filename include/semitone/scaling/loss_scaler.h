@@ -45,6 +45,11 @@ class LossScaler {
   /// with found_inf; the object stays usable.
   void update(bool found_inf);
 
+  /// Lowers a dynamic scale without an overflow: multiplies it by backoff_factor at once, whatever
+  /// hysteresis is set, and restarts growth_interval. Other counters stay. Notifies listeners.
+  /// Returns whether the scale has changed: false for a constant scale, and at its lower bound.
+  bool back_off();
+
   /// Sets the scale, rounded to scale_dtype. Error unless it is positive and finite. Counters stay.
   void set_scale(double scale);
 

@@ -23,6 +23,9 @@ struct LossScaleState {
 /// bound above the upper bound, or an init_scale that scale_dtype cannot represent.
 LossScaleState initial_loss_scale(const LossScaleOptions& options);
 
+/// Returns the scale after a backoff: scale * backoff_factor, but not below min_scale.
+double backed_off_scale(const LossScaleOptions& options, double scale);
+
 /// Returns the state after a step. found_inf says whether a gradient was not finite.
 /// growth_interval, and hysteresis with run_then_restart, are compared for equality: a counter
 /// beyond its limit has no effect until it restarts, as in torch and Paddle. (LossScaler keeps its
