@@ -39,9 +39,9 @@ class DelayedReduction final : public Reduction {
     torch::autograd::Engine::get_default_engine().queue_callback([this] { reduce(true); });
   }
 
-  // Further backward passes of the same forward are allowed: what they add is reduced again, and a
-  // mean over equal values changes nothing.
-  bool finished() override { return false; }
+  // Further backward passes, of the same forward or of the model's own, are reduced too. What
+  // earlier ones have left is equal on all ranks, so that another mean does not change it.
+  bool finished() override { return true; }
 
   bool forget_backward() override { return !sent_; }
 

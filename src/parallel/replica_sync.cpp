@@ -111,6 +111,13 @@ struct Outputs : public torch::autograd::Function<Outputs> {
   }
 };
 
+// Reducer's hooks, and the detection of lost ranks, run on the host.
+void refuse_capture() {
+  if (!CaptureScope::is_active()) return;
+  throw Error(kDdp, "steps that run operator by operator, with several ranks",
+              "a forward in amp::CapturedStep", "train without CapturedStep");
+}
+
 using SparseWeights = std::set<const c10::TensorImpl*>;
 
 template <typename Layer>
@@ -141,6 +148,7 @@ ModelTensors tensors_of(const torch::nn::Module& model) {
   }
   for (const auto& item : model.named_buffers())
     collector.add(tensors.buffers, item.key(), item.value());
+  tensors.current_parameters = [&model] { return tensors_of(model).parameters; };
   return tensors;
 }
 
@@ -149,6 +157,7 @@ ModelTensors tensors_of(const torch::jit::Module& model) {
   Collector collector;
   for (const auto& item : model.named_parameters())
     collector.add(tensors.parameters, item.name, item.value);
+  tensors.current_parameters = [model] { return tensors_of(model).parameters; };
   tensors.current_buffers = [model, collector] {
     std::vector<ModelTensors::Entry> buffers;
     Collector others = collector;
@@ -165,12 +174,19 @@ struct ReplicaSync::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
+  struct Hook {
+    NodePtr accumulator;
+    std::uintptr_t key;
+  };
+  Hook hook_on(NodePtr accumulator, std::size_t index);
   void listen(std::size_t index);
+  void follow(std::size_t index);
   void forget_failed_backward();
   void begin_backward_again();
   void forget_gradients();
   void on_gradient(std::size_t index);
   void at_end_of_backward();
+  void check_own_forward();
   void require_unchanged() const;
   bool knows(const at::Tensor& parameter) const;
   void require_known(const std::vector<ModelTensors::Entry>& parameters) const;
@@ -228,15 +244,14 @@ struct ReplicaSync::Impl {
   std::weak_ptr<const int> under_way;
   // The last forward, or its backward pass, threw: the next forward replaces it.
   bool repeats_step = false;
+  bool forward_called = false;    // ddp.forward(), for training
   bool awaits_gradients = false;  // the last reduced forward has had no backward pass
   bool abandoned = false;         // and forwards in no_sync came after it
   std::mutex gradients_mutex;     // of the flags, while backward runs
 
-  struct Hook {
-    NodePtr accumulator;
-    std::uintptr_t key;
-  };
-  std::vector<Hook> hooks;
+  std::vector<Hook> hooks;           // of each trained parameter
+  std::vector<Hook> outdated_hooks;  // on nodes that a graph may still have
+  std::vector<unsigned> follow_ups;  // the positions of follow() among the parameters' hooks
   std::vector<Kind> as_constructed;  // each of the model's parameters
   std::vector<Kind> buffers_as_constructed;
   std::unordered_set<const c10::TensorImpl*> known;  // the model's parameters
@@ -270,19 +285,40 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
 }
 
 ReplicaSync::Impl::~Impl() {
-  for (const Hook& hook : hooks) hook.accumulator->del_post_hook(hook.key);
+  for (const auto* const all : {&hooks, &outdated_hooks})
+    for (const Hook& hook : *all) hook.accumulator->del_post_hook(hook.key);
+  for (std::size_t index = 0; index < follow_ups.size(); ++index)
+    trained.parameters[index].tensor.remove_hook(follow_ups[index]);
 }
 
-void ReplicaSync::Impl::listen(std::size_t index) {
+ReplicaSync::Impl::Hook ReplicaSync::Impl::hook_on(NodePtr accumulator, std::size_t index) {
   using torch::autograd::variable_list;
-  auto accumulator = torch::autograd::impl::grad_accumulator(trained.parameters[index].tensor);
   const auto key =
       accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
           [this, index](const variable_list& outputs, const variable_list&) {
             on_gradient(index);
             return outputs;
           }));
-  hooks.push_back({std::move(accumulator), key});
+  return {std::move(accumulator), key};
+}
+
+void ReplicaSync::Impl::listen(std::size_t index) {
+  const at::Tensor& parameter = trained.parameters[index].tensor;
+  hooks.push_back(hook_on(torch::autograd::impl::grad_accumulator(parameter), index));
+  // Without a ddp.forward(), nothing restores the nodes of the graph.
+  if (options.delay_allreduce())
+    follow_ups.push_back(
+        parameter.register_hook([this, index](const at::Tensor&) { follow(index); }));
+}
+
+// Called with a parameter's gradient, before its node in the graph adds it up. torch::load gives
+// parameters new nodes, without the hook.
+void ReplicaSync::Impl::follow(std::size_t index) {
+  const std::scoped_lock lock(gradients_mutex);
+  auto accumulator = torch::autograd::impl::grad_accumulator(trained.parameters[index].tensor);
+  if (accumulator == hooks[index].accumulator) return;
+  outdated_hooks.push_back(hooks[index]);
+  hooks[index] = hook_on(std::move(accumulator), index);
 }
 
 // Autograd has a thread for each device of the model.
@@ -300,11 +336,11 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
     any_unreduced = true;
     return;
   }
-  if (mode == Mode::idle) {
+  if (mode == Mode::idle && !options.delay_allreduce()) {
     throw Error(kDdp, "backward passes of forwards through ddp.forward(), one for each",
                 fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
                 "call ddp.forward(), not the model's own; add losses and call backward once; in "
-                "no_sync(), gradients stay each rank's own");
+                "no_sync(), gradients stay each rank's own; delay_allreduce(true) reduces them");
   }
   if (joining.has_value() && options.delay_allreduce() && !awaits_gradients && !end_queued) {
     throw Error(
@@ -314,6 +350,8 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   }
   const bool begins = under_way.expired();
   if (begins && end_queued) begin_backward_again();
+  if (begins && mode == Mode::idle) check_own_forward();
+  mode = Mode::reduced;
   awaits_gradients = false;
   if (begins) reduction->begin_backward();
   reduction->on_gradient(index);
@@ -340,8 +378,8 @@ void ReplicaSync::Impl::at_end_of_backward() {
   end_queued = false;
   under_way.reset();
   const bool finished = reduction->finished();
-  if (finished) mode = Mode::idle;
-  if (!finished && !options.delay_allreduce()) return;
+  if (!finished) return;
+  mode = Mode::idle;
   if (!std::exchange(any_unreduced, false)) return;
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
@@ -359,6 +397,20 @@ void ReplicaSync::Impl::forget_failed_backward() {
   repeats_step = true;
 }
 
+// Checks before a backward pass to which no ddp.forward() belongs what that would have checked. It
+// may also be another pass of the same forward.
+void ReplicaSync::Impl::check_own_forward() {
+  refuse_capture();
+  require_unchanged();
+  if (model.current_parameters) require_known(model.current_parameters());
+  if (forward_called || !options.broadcast_buffers()) return;
+  find_buffers();
+  if (buffers.empty()) return;
+  throw Error(kDdp, "ddp.forward(), which sends rank 0's buffers to all ranks",
+              fmt::format("the model's own forward, with the buffer '{}'", model.buffers[0].name),
+              "call ddp.forward(), or set broadcast_buffers(false): each rank keeps its own");
+}
+
 // A backward pass that threw is called again, without another forward. Reducer has counted the
 // gradients of the first attempt: only another forward makes it count from the beginning.
 void ReplicaSync::Impl::begin_backward_again() {
@@ -367,6 +419,15 @@ void ReplicaSync::Impl::begin_backward_again() {
                 fmt::format("the same backward pass again on rank {}", group.rank()),
                 "repeat the step from ddp.forward() on; with delay_allreduce(true), backward alone "
                 "may be repeated");
+  }
+  // An earlier pass of the same step may have been reduced, which nothing shows here.
+  if (!forward_called) {
+    throw Error(
+        kDdp, "steps that are repeated with ddp.forward()",
+        fmt::format("a step with the model's own forward on rank {}, after one that threw",
+                    group.rank()),
+        "end this process, so that the other ranks notice, and resume from a checkpoint; steps "
+        "with ddp.forward() may be repeated");
   }
   forget_gradients();
 }
@@ -555,11 +616,8 @@ void ReplicaSync::set_gradient_order(const std::optional<GradientOrder>& order) 
 
 void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
-  // Reducer's hooks, and the detection of lost ranks, run on the host.
-  if (CaptureScope::is_active()) {
-    throw Error(kDdp, "steps that run operator by operator, with several ranks",
-                "a forward in amp::CapturedStep", "train without CapturedStep");
-  }
+  refuse_capture();
+  impl_->forward_called = true;
   impl_->require_unchanged();
   impl_->restore_accumulators();
   impl_->forget_failed_backward();

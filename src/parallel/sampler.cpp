@@ -160,15 +160,15 @@ DistributedSampler::DistributedSampler(std::size_t size, int num_replicas, int r
       num_replicas_(checked_replicas(kDistributed, num_replicas)),
       rank_(checked_rank(kDistributed, rank, num_replicas_)),
       options_(options),
-      epoch_(std::make_shared<std::size_t>(0)),
       indices_(indices_after(0, size, 0)) {}
 
 void DistributedSampler::set_epoch(std::size_t epoch) {
-  *epoch_ = epoch;
+  epoch_->next = epoch;
+  ++epoch_->settings;
 }
 
 std::size_t DistributedSampler::epoch() const {
-  return *epoch_;
+  return epoch_->next;
 }
 
 std::size_t DistributedSampler::num_samples() const {
@@ -192,9 +192,21 @@ std::vector<std::size_t> DistributedSampler::indices_after(std::size_t consumed,
   return indices;
 }
 
+// Once for each pass, and not if the epoch has been set since the pass began.
+void DistributedSampler::end_pass() {
+  if (options_.advance_epoch() && epoch_->settings == pass_.settings && epoch_->next == pass_.next)
+    ++epoch_->next;
+}
+
+void DistributedSampler::end_pass_with_last_index() {
+  if (has_begun() && index_ == indices_.size()) end_pass();
+}
+
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
+  if (index_ > 0) end_pass();
   size_ = new_size.value_or(size_);
-  indices_ = indices_after(0, size_, *epoch_);
+  pass_ = *epoch_;
+  indices_ = indices_after(0, size_, pass_.next);
   consumed_ = 0;
   index_ = 0;
 }
@@ -205,11 +217,12 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   if (count == 0) return std::nullopt;
   const auto begin = indices_.begin() + static_cast<std::ptrdiff_t>(index_);
   index_ += count;
+  end_pass_with_last_index();
   return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  write(archive, "epoch", *epoch_);
+  write(archive, "epoch", options_.advance_epoch() && has_begun() ? pass_.next : epoch_->next);
   write(archive,
         {.size = size_, .consumed = consumed_, .index = index_, .num_replicas = num_replicas_});
 }
@@ -220,10 +233,12 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   check_replicas(kDistributed, saved, num_replicas_);
   check_index(kDistributed, saved.index, num_samples_of(saved.size - saved.consumed));
   indices_ = indices_after(saved.consumed, saved.size, epoch);
-  *epoch_ = epoch;
+  set_epoch(epoch);
+  pass_ = *epoch_;
   size_ = saved.size;
   consumed_ = saved.consumed;
   index_ = saved.index;
+  end_pass_with_last_index();
 }
 
 void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive> saved) {
@@ -238,10 +253,12 @@ void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive
   const bool has_ended = options_.drop_last() ? all.index + ranks.size() > left : all.index >= left;
   const std::size_t consumed = has_ended ? all.size : all.consumed + all.index;
   indices_ = indices_after(consumed, all.size, all.epoch);
-  *epoch_ = all.epoch;
+  set_epoch(all.epoch);
+  pass_ = *epoch_;
   size_ = all.size;
   consumed_ = consumed;
   index_ = 0;
+  end_pass_with_last_index();
 }
 
 EvaluationSampler::EvaluationSampler(std::size_t size, int num_replicas, int rank)

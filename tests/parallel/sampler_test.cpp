@@ -222,6 +222,118 @@ TEST(DistributedSampler, FeedsADataLoaderThatHearsOfNewEpochs) {
   }
 }
 
+// What a sampler of 11 samples and 2 ranks returns in an epoch, on rank 0.
+Indices share_in(std::size_t epoch) {
+  DistributedSampler sampler(11, 2, 0);
+  sampler.set_epoch(epoch);
+  sampler.reset();
+  return rest_of(sampler);
+}
+
+DistributedSampler advancing() {
+  return {11, 2, 0, DistributedSamplerOptions().advance_epoch(true)};
+}
+
+TEST(DistributedSampler, AdvancesTheEpochOfADataLoader) {
+  for (const std::size_t workers : {0U, 2U}) {
+    for (const bool drop_last : {false, true}) {
+      const DistributedSampler sampler = advancing();
+      const auto loader = torch::data::make_data_loader(Numbers(11), sampler,
+                                                        torch::data::DataLoaderOptions()
+                                                            .batch_size(4)
+                                                            .workers(workers)
+                                                            .drop_last(drop_last)
+                                                            .enforce_ordering(true));
+      for (std::size_t epoch = 0; epoch < 4; ++epoch) {
+        EXPECT_EQ(sampler.epoch(), epoch);
+        Indices want = share_in(epoch);
+        if (drop_last) want.resize(4);
+        EXPECT_EQ(pass_of(*loader), want);
+      }
+    }
+  }
+}
+
+TEST(DistributedSampler, AdvancesTheEpochAfterAPassThatEndsEarly) {
+  DistributedSampler sampler = advancing();
+  sampler.reset();
+  sampler.next(2);
+  EXPECT_EQ(sampler.epoch(), 0U);
+  sampler.reset();
+  EXPECT_EQ(rest_of(sampler), share_in(1));
+  EXPECT_EQ(sampler.epoch(), 2U);
+  // What is set counts, and the epoch advances from there.
+  sampler.set_epoch(7);
+  for (const std::size_t epoch : {7U, 8U}) {
+    sampler.reset();
+    EXPECT_EQ(rest_of(sampler), share_in(epoch));
+  }
+}
+
+TEST(DistributedSampler, ContinuesToAdvanceTheEpochWhereItWasSaved) {
+  // A loader's sampler, between two passes.
+  DistributedSampler sampler = advancing();
+  auto loader = make_loader(11, sampler);
+  for (int pass = 0; pass < 3; ++pass) pass_of(*loader);
+  auto state = state_of(sampler);
+  DistributedSampler loaded = advancing();
+  loaded.load(state);
+  auto loader_of_loaded = make_loader(11, loaded);
+  for (const std::size_t epoch : {3U, 4U}) EXPECT_EQ(pass_of(*loader_of_loaded), share_in(epoch));
+
+  // Back to it, after a pass and from within one.
+  EXPECT_EQ(pass_of(*loader), share_in(3));
+  sampler.load(state);
+  for (const auto& batch : *loader) {
+    EXPECT_EQ(batch.front(), share_in(3).front());
+    sampler.load(state);
+    break;
+  }
+  EXPECT_EQ(pass_of(*loader), share_in(3));
+
+  // Within a pass, and at its end.
+  for (const std::size_t taken : {2U, 6U}) {
+    DistributedSampler in_pass = advancing();
+    in_pass.set_epoch(5);
+    in_pass.reset();
+    in_pass.next(taken);
+    copy_state(in_pass, loaded);
+    Indices want = share_in(5);
+    want.erase(want.begin(), want.begin() + static_cast<std::ptrdiff_t>(taken));
+    EXPECT_EQ(rest_of(loaded), want);
+    loaded.reset();
+    EXPECT_EQ(rest_of(loaded), share_in(6));
+  }
+}
+
+TEST(DistributedSampler, AdvancesTheEpochAfterTheRestOfAPassOfOthers) {
+  const auto options = DistributedSamplerOptions().advance_epoch(true);
+  auto saved = samplers_of<DistributedSampler>(12, 2, options);
+  Indices all = together(saved, 2);
+  auto states = states_of(saved);
+  auto samplers = samplers_of<DistributedSampler>(12, 4, options);
+  for (DistributedSampler& sampler : samplers) {
+    sampler.load_resharded(states);
+    EXPECT_EQ(sampler.epoch(), 0U);
+  }
+  // Saved again before it goes on.
+  states = states_of(samplers);
+  for (DistributedSampler& sampler : samplers) sampler.load_resharded(states);
+  const Indices rest = together(samplers);
+  all.insert(all.end(), rest.begin(), rest.end());
+  EXPECT_EQ(sorted(all), first(12));
+  for (DistributedSampler& sampler : samplers) {
+    EXPECT_EQ(sampler.epoch(), 1U);
+    sampler.reset();
+  }
+  auto alone = samplers_of<DistributedSampler>(12, 4);
+  for (DistributedSampler& sampler : alone) {
+    sampler.set_epoch(1);
+    sampler.reset();
+  }
+  EXPECT_EQ(together(samplers), together(alone));
+}
+
 TEST(DistributedSampler, CopiesHaveAPositionOfTheirOwn) {
   DistributedSampler sampler(8, 2, 0);
   DistributedSampler copy = sampler;

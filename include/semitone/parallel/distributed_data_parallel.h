@@ -46,9 +46,21 @@ namespace semitone::parallel {
 /// construction, as of a layer that is registered or replaced later, also by forward itself: no
 /// rank would send it or its gradient. A buffer that has another size or dtype than at construction
 /// is an Error of a forward that broadcasts buffers. `ddp->` is the model, for everything except
-/// forward. A backward pass of a forward that did not go through ddp.forward() is an Error. (With
-/// delay_allreduce, from the second step on, its gradients are reduced instead.) All backward passes
-/// must have ended before the object is destroyed.
+/// forward. A backward pass of a forward that did not go through ddp.forward() is an Error, except
+/// with delay_allreduce. All backward passes must have ended before the object is destroyed.
+///
+/// With delay_allreduce, the model's own forward may be called instead, in all steps, so that
+/// functions that take the model need no change:
+///
+///     parallel::DistributedDataParallel ddp(
+///         model, group, parallel::DistributedDataParallelOptions().delay_allreduce(true));
+///     train(model, *loader, optimizer);  // as before: model->forward(…), loss.backward()
+///
+/// While this object exists, the gradients of each backward pass that reaches the model are
+/// reduced, so all ranks must call backward equally often. They stay local if backward runs in the
+/// scope of no_sync(), wherever forward ran. Three things need ddp.forward(), and without it
+/// backward throws Error: the synchronisation of buffers (with broadcast_buffers(false), each rank
+/// keeps its own), the repetition of a step that threw, and join.
 ///
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
@@ -71,7 +83,7 @@ namespace semitone::parallel {
 /// module object (struct Net : torch::nn::Module; Net model;) is taken by reference and must
 /// outlive this object.
 template <typename Model>
-class DistributedDataParallel : public detail::WrappedModel<Model> {
+class [[nodiscard]] DistributedDataParallel : public detail::WrappedModel<Model> {
  public:
   DistributedDataParallel(Model model, comm::Group group,
                           const DistributedDataParallelOptions& options = {})

@@ -38,8 +38,9 @@ class DistributedDataParallelOptions {
   DistributedDataParallelOptions& gradient_as_bucket_view(bool value);
   /// Reduces all gradients when backward is done, in one message per dtype and device: no overlap
   /// with backward. With it no other option is needed for unused parameters, several backward passes
-  /// or graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view,
-  /// comm_hook and sparse gradients. Default false.
+  /// or graphs that change, and the model's own forward may be called instead of ddp.forward().
+  /// Excludes find_unused_parameters, static_graph, gradient_as_bucket_view, comm_hook and sparse
+  /// gradients. Default false.
   DistributedDataParallelOptions& delay_allreduce(bool value);
   /// Divides gradients by this factor before they are summed over the ranks, and by world size /
   /// factor afterwards, against overflow or underflow of 16-bit sums. Default: the world size; with

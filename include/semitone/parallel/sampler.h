@@ -26,6 +26,9 @@ class DistributedSamplerOptions {
   /// tail is dropped. False: some indices are repeated. All ranks get the same number of indices
   /// either way.
   TORCH_ARG(bool, drop_last) = false;
+  /// True: the epoch advances after each pass. False, as in PyTorch: all passes have the order of
+  /// epoch 0 unless set_epoch is called.
+  TORCH_ARG(bool, advance_epoch) = false;
 };
 
 /// A rank's share of a data set, for training. The indices and their order are those of PyTorch's
@@ -37,6 +40,8 @@ class DistributedSamplerOptions {
 ///       sampler.set_epoch(epoch);
 ///       for (auto& batch : *loader) { … }
 ///     }
+///
+/// With DistributedSamplerOptions::advance_epoch, the loop needs no set_epoch.
 ///
 /// The order is torch::randperm(size) with a CPU generator seeded with seed + epoch; without
 /// shuffling it is 0, 1, 2 … It is repeated from its start, or cut, to num_samples() · num_replicas
@@ -57,6 +62,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
 
   /// Sets the epoch, which selects the order from the next reset on. Initially 0.
   void set_epoch(std::size_t epoch);
+  /// Returns the epoch of the next reset. With advance_epoch, it increases by one when a pass
+  /// returns its last index, or at the reset that ends a pass early.
   std::size_t epoch() const;
 
   /// Starts a pass over this rank's share in the order of the epoch. The constructor does so too.
@@ -89,6 +96,10 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t index() const { return index_; }
 
  private:
+  // Whether this pass has returned indices, here or in the run that was resumed.
+  bool has_begun() const { return index_ > 0 || consumed_ > 0; }
+  void end_pass();
+  void end_pass_with_last_index();
   // The share of each rank if `entries` of the order are left.
   std::size_t num_samples_of(std::size_t entries) const;
   // This rank's share of what is left after the first `consumed` entries of an order.
@@ -99,7 +110,12 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t num_replicas_;
   std::size_t rank_;
   DistributedSamplerOptions options_;
-  std::shared_ptr<std::size_t> epoch_;
+  struct Epoch {
+    std::size_t next = 0;      // of the next reset
+    std::size_t settings = 0;  // how often it was set or loaded
+  };
+  std::shared_ptr<Epoch> epoch_ = std::make_shared<Epoch>();  // of all copies
+  Epoch pass_;                                                // what it was when this pass began
   std::size_t consumed_ = 0;  // entries of the order that a different number of ranks have returned
   std::vector<std::size_t> indices_;  // this rank's, in the order of this pass
   std::size_t index_ = 0;

@@ -96,16 +96,16 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   ///     if (group.rank() == 0) torch::save(optimizer, "optimizer.pt");
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Writes the same file with the state of this rank's share only. Not collective, and copies
-  /// nothing: the archive has the optimizer's own tensors. A file of a share can be loaded like one
-  /// of all ranks; the parameters of other shares then have no state. checkpoint::Checkpoint saves a
-  /// share for each rank, and loads all of them.
+  /// Writes a file of the same format that has only the state of this rank's share. It is not
+  /// collective, and it copies nothing: the archive holds the optimizer's own tensors. load()
+  /// accepts such a file; the parameters of other shares then have no state. checkpoint::Checkpoint
+  /// saves one share for each rank, and loads all of them.
   void save_share(torch::serialize::OutputArchive& archive) const;
 
   /// Reads a file that save(), save_share() or the unsharded optimizer wrote, for torch::load. Each
-  /// rank reads all of its state and keeps its share, on its parameters' device. Saved options
-  /// replace the current ones. FileError, with nothing changed, if the file does not match the
-  /// optimizer and its parameter groups.
+  /// rank reads all of the state in the file and keeps its share, on its parameters' device. Saved
+  /// options replace the current ones. FileError, with nothing changed, if the file does not match
+  /// the optimizer and its parameter groups.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Returns the rank that owns each parameter, by group and index in the group.

@@ -28,6 +28,8 @@ struct ModelTensors {
   };
   std::vector<Entry> parameters;
   std::vector<Entry> buffers;
+  /// Returns the current parameters, for a model whose layers may change. May be empty.
+  std::function<std::vector<Entry>()> current_parameters;
   /// The buffers as they are now, for a model whose forward may put other tensors in their places:
   /// `self.mean = …` in TorchScript. Empty for others.
   std::function<std::vector<Entry>()> current_buffers;
