@@ -6,6 +6,11 @@ comm_hooks.py JSON
 The gradients of parameter p in step s on rank r are (i * 37 + 101 s + 53 r + 17 p) mod 41 - 20, divided by 16, for
 i = 0, 1, ...: exact in fp32. The parameters start at zero. The loss is the sum of parameter * gradient, for local SGD
 plus half the sum of squares of the parameters.
+
+The 8-bit hooks reduce the gradient of a single fp32 parameter of 1100 elements, three channels of torch's. It is
+((37 i + 53 r) mod 257 - 128) / 64 times 1, 1/1024 and 32 in the channels, or ("two values") 3 for i mod 3 = 0 and 0
+elsewhere on both ranks, or ("infinite") the former with inf in element 5 on rank 1, of which only the number of finite
+means is recorded.
 """
 
 import json
@@ -13,11 +18,13 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import types
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,13 +41,15 @@ POWER_SGD = [
     ({"matrix_approximation_rank": 1, "min_compression_rate": 2.0, "use_error_feedback": False}, WIDE),
 ]
 LOCAL_SGD = [{"post_local_gradient_allreduce": False}, {"post_local_gradient_allreduce": True}]
+QUANTIZED = ["different channels", "two values", "infinite"]
+ELEMENTS = 1100
 SPLITS = [[[2, 2], [2, 2]], [[1, 3], [2, 0]], [[0, 0], [4, 1]]]  # of each rank, by receiver
 
 
 class Products(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shapes: list[list[int]] = SHAPES) -> None:
         super().__init__()
-        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES)
+        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes)
 
     def forward(self, gradients: list[torch.Tensor], decay: float) -> torch.Tensor:
         loss = torch.zeros((), dtype=self.all[0].dtype)
@@ -94,6 +103,43 @@ def local_sgd(options: dict, rank: int) -> list[list[list[float]]]:
     return steps
 
 
+def quantized_gradient(case: str, rank: int) -> torch.Tensor:
+    i = torch.arange(ELEMENTS)
+    if case == "two values":
+        return torch.where(i % 3 == 0, 3.0, 0.0)
+    gradient = ((37 * i + 53 * rank) % 257 - 128) / 64
+    gradient *= torch.tensor([1, 1 / 1024, 32]).repeat_interleave(512)[:ELEMENTS]
+    if case == "infinite" and rank == 1:
+        gradient[5] = torch.inf
+    return gradient
+
+
+# The 8-bit hooks take the values of NCCL's futures: a list with one tensor of all outputs.
+class StackedGather:
+    def __init__(self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool):
+        self.outputs = outputs
+        self.future = dist.all_gather(outputs, tensor, group, async_op).get_future()
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future.then(lambda _: [torch.stack(self.outputs)])
+
+
+def quantized(case: str, rank: int) -> dict:
+    quantization.dist = types.SimpleNamespace(all_gather=StackedGather)
+    means = {}
+    for name in ["pertensor", "perchannel"]:
+        model = Products(torch.float32, [[ELEMENTS]])
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(dist.group.WORLD, getattr(quantization, f"quantization_{name}_hook"))
+        ddp([quantized_gradient(case, rank)], 0.0).backward()
+        mean = model.all[0].grad
+        if case == "infinite":
+            means[name + "_finite"] = int(mean.isfinite().sum())
+        else:
+            means[name] = [float(f"{value:.9g}") for value in numbers([mean])]  # 9 digits are fp32
+    return {"case": case} | means
+
+
 def all_to_all(splits: list[list[int]], rank: int) -> list[list[float]]:
     sent = torch.arange(3 * sum(splits[rank]), dtype=torch.float32).view(-1, 3) + 100 * rank
     due = [splits[peer][rank] for peer in range(RANKS)]
@@ -112,6 +158,7 @@ def run(rank: int, store: str, queue: multiprocessing.Queue) -> None:
                        "gradients": power_sgd(options, dtype, rank)}
                       for options, dtype in POWER_SGD],
         "local_sgd": [{"options": options, "parameters": local_sgd(options, rank)} for options in LOCAL_SGD],
+        "quantized": [quantized(case, rank) for case in QUANTIZED],
         "all_to_all": [{"splits": splits, "received": all_to_all(splits, rank)} for splits in SPLITS],
     }
     if rank == 0:
