@@ -1,6 +1,6 @@
 # The main entry point. Every target sets up what is missing, reports what it does, and repeats no work.
 #
-#   PRESET=release|debug|asan|tsan|cuda   the kind of build             (CMakePresets.json)
+#   PRESET=release|debug|clang|asan|tsan|cuda   the kind of build       (CMakePresets.json)
 #   TORCH=2.11.0                          the LibTorch release to fetch (tools/setup.sh)
 #   CUDA=0|1                              fetch a LibTorch with CUDA, default: 1 for PRESET=cuda, else 0
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
@@ -24,13 +24,16 @@ export TORCH CUDA SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program package mnist mnist-ddp test test-isa test-arm soak fuzz bench bench-peers bench-compare format check docs bundle gpu-hour clean
+.PHONY: help setup setup-tests configure build program package mnist mnist-ddp test test-slow test-isa test-arm soak fuzz bench bench-peers bench-compare format check docs bundle gpu-hour clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup:  ## Install missing packages and LibTorch
 	@tools/setup.sh
+
+setup-tests:  ## Install small programs that some tests need: shells, groff and others (tools/setup.sh)
+	@TEST_PROGRAMS=1 tools/setup.sh
 
 configure: setup  # ninja configures again by itself when a CMake file changes
 	@grep -qsFx 'SEMITONE_LIBTORCH:PATH=$(LIBTORCH)' $(BUILD)/CMakeCache.txt && test -e $(BUILD)/build.ninja || { printf '\033[1m[configure]\033[0m into $(BUILD)\n'; mkdir -p build; \
@@ -59,7 +62,12 @@ mnist-ddp: program  ## The same in two processes, each with its share of the ima
 
 test: build  ## Build and run every test
 	$(say) "running the tests"
+	@cat $(BUILD)/missing_tests.txt
 	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) $(ARGS)
+
+test-slow: build  ## Run the tests of packages, and one that compiles Semitone as a part of another project
+	$(say) "running the tests that take minutes"
+	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -C slow -L slow $(ARGS)
 
 test-isa: build  ## Run the numerical tests at every instruction set, from SSE4.1 to this processor's
 	$(say) "running the tests of numbers at every instruction set"

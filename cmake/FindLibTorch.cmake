@@ -120,7 +120,10 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   endif()
   # at::parallel_for is a template. If LibTorch's threads are OpenMP's, its callers must be compiled for OpenMP too;
   # otherwise it silently runs on one thread. They must link LibTorch's own copy of the runtime: two copies would have
-  # two pools of threads that compete for the cores.
+  # two pools of threads that compete for the cores. clang therefore gets no flag: -fopenmp links its own runtime,
+  # libomp, and -fopenmp=libgomp compiles nothing for OpenMP. Semitone's own loops call LibTorch's runtime without the
+  # flag (src/core/parallel_for.h). With it and both runtimes, at::parallel_for asks one of them for the number of threads
+  # and runs in the other's, each of which does all of the work.
   file(STRINGS ${LibTorch_ROOT_DIR}/include/ATen/Config.h _openmp REGEX "define AT_PARALLEL_OPENMP 1")
   if(_openmp)
     file(GLOB _gomp ${LibTorch_ROOT_DIR}/lib/libgomp*.so*)
@@ -130,6 +133,10 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
     target_compile_options(LibTorch::LibTorch INTERFACE
       $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-fopenmp>)
     target_link_libraries(LibTorch::LibTorch INTERFACE ${_gomp})
+    if(CMAKE_CXX_COMPILER_ID MATCHES Clang AND CMAKE_CXX_FLAGS MATCHES "-fopenmp( |$|=libi?omp)")
+      message(WARNING "[cmake.libtorch] expected clang without -fopenmp, got CMAKE_CXX_FLAGS='${CMAKE_CXX_FLAGS}': with a second OpenMP "
+        "runtime, at::parallel_for in your own sources does its work once in each thread — leave the flag out: docs/using.md")
+    endif()
   endif()
   # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH, without the linker.
   target_link_options(LibTorch::LibTorch INTERFACE -Wl,--allow-shlib-undefined)

@@ -3,12 +3,14 @@
 list(TRANSFORM rooms PREPEND -l OUTPUT_VARIABLE room_flags)
 string(JOIN " " static_flags -Wl,--start-group ${room_flags} -Wl,--end-group)
 file(RELATIVE_PATH SEMITONE_PC_PREFIX /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
-# As in FindLibTorch.cmake: OpenMP's flag, and LibTorch's own copy of the runtime.
+# As in FindLibTorch.cmake: OpenMP's flag for GCC, and LibTorch's own copy of the runtime.
 get_target_property(SEMITONE_PC_GOMP LibTorch::LibTorch INTERFACE_LINK_LIBRARIES)
 list(FILTER SEMITONE_PC_GOMP INCLUDE REGEX gomp)
 set(SEMITONE_PC_OPENMP "")
 if(SEMITONE_PC_GOMP)
-  set(SEMITONE_PC_OPENMP -fopenmp)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+    set(SEMITONE_PC_OPENMP -fopenmp)
+  endif()
   string(REPLACE ${LibTorch_ROOT_DIR} "\${libtorch}" SEMITONE_PC_GOMP "${SEMITONE_PC_GOMP}")
 endif()
 set(SEMITONE_PC_SANITIZE "")

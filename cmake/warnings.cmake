@@ -18,4 +18,6 @@ target_compile_options(semitone_warnings INTERFACE
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wno-stringop-overflow -Wno-array-bounds -Wno-restrict>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,13>>:-Wno-maybe-uninitialized
     -Wno-dangling-reference>
+  # clang 14 takes double{x} for an implicit conversion of a float.
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:Clang>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,18>>:-Wno-double-promotion>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${SEMITONE_WERROR}>>:-Werror>)

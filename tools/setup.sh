@@ -7,6 +7,7 @@
 #                           CUDA toolkit nor a GPU is needed to build with it
 #   SEMITONE_MACHINE=aarch64   fetch LibTorch for these processors into .deps/aarch64/libtorch-<release>/; default: this machine's
 #   SEMITONE_LIBTORCH=DIR   use this LibTorch (the folder that holds include/ and lib/) and fetch none
+#   TEST_PROGRAMS=1         install small programs too, without which some tests are not registered (make setup-tests)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch_release="${TORCH:-2.11.0}"
@@ -46,6 +47,13 @@ needed=(
   "libgtest-dev:header gtest/gtest.h"
   "libgmock-dev:header gmock/gmock.h"
 )
+[ "${TEST_PROGRAMS:-0}" = 0 ] || needed+=(
+  "zsh:command -v zsh"
+  "fish:command -v fish"
+  "groff-base:command -v groff"
+  "dpkg-dev:command -v dpkg-shlibdeps"
+  "iproute2:command -v ip"
+)
 prefix=.deps/prefix/usr
 header() {
   local dir
@@ -75,6 +83,9 @@ case "$("$compiler" --version 2>/dev/null | head -1)" in
   *clang*) require_version "$compiler" clang 14 "install a newer one, and say so: CXX=clang++-14 make …" ;;
   *) require_version "$compiler" g++ 12 "install a newer one, and say so: CXX=g++-12 make …" ;;
 esac
+# The one of Ubuntu 22.04 is older.
+header hwy/highway.h || require_version libhwy-dev libhwy-dev 1.0.3 \
+  "use a distribution that has it (Debian 12, Ubuntu 24.04), or install Highway from its sources"
 missing=()
 for entry in "${needed[@]}"; do
   eval "${entry#*:}" >/dev/null 2>&1 || missing+=("${entry%%:*}")

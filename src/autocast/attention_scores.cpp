@@ -64,7 +64,7 @@ std::optional<Viewed>& last_viewed() {
 }  // namespace
 
 void remember_view(const at::Tensor& product, const at::Tensor& view) {
-  last_viewed().emplace(Seen(product), Seen(view));
+  last_viewed() = Viewed{Seen(product), Seen(view)};
 }
 
 void check_writes(const at::Tensor& argument) {

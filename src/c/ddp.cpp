@@ -53,8 +53,8 @@ SemitoneStatus semitone_ddp_create(const SemitoneGroup* group, const char* const
     const bool searches_outputs =
         ddp_options.find_unused_parameters() && !ddp_options.static_graph();
     give(std::make_unique<SemitoneDdp>(
-             ReplicaSync(std::move(model), group_of(group, function), ddp_options),
-             searches_outputs),
+             SemitoneDdp{ReplicaSync(std::move(model), group_of(group, function), ddp_options),
+                         searches_outputs}),
          ddp);
   });
 }

@@ -66,7 +66,7 @@ SemitoneStatus semitone_group_create(const char* url, const char* backend, doubl
           std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(timeout * 1000))));
     }
     give(std::make_unique<SemitoneGroup>(
-             semitone::comm::init(url == nullptr ? "env://" : url, options)),
+             SemitoneGroup{semitone::comm::init(url == nullptr ? "env://" : url, options)}),
          group);
   });
 }

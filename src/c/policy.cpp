@@ -50,7 +50,7 @@ SemitoneStatus semitone_policy_create(const char* preset, const char* device, in
     require_pointer(policy, "pointer for the policy", function);
     const std::string name = string_of(preset, "name of a preset", function);
     give(std::make_unique<SemitonePolicy>(
-             CastPolicy::by_name(name, target_of(device, dtype, function))),
+             SemitonePolicy{CastPolicy::by_name(name, target_of(device, dtype, function))}),
          policy);
   });
 }
@@ -61,7 +61,7 @@ SemitoneStatus semitone_policy_load(const char* path, const char* device, int32_
     require_pointer(policy, "pointer for the policy", function);
     const std::string file = string_of(path, "path", function);
     give(std::make_unique<SemitonePolicy>(
-             CastPolicy::from_file(file, target_of(device, dtype, function))),
+             SemitonePolicy{CastPolicy::from_file(file, target_of(device, dtype, function))}),
          policy);
   });
 }

@@ -35,8 +35,8 @@ SemitoneStatus semitone_scaler_create(const char* preset, const SemitoneOption* 
                                       size_t option_count, SemitoneScaler** scaler) {
   return run(__func__, [&](const char* function) {
     require_pointer(scaler, "pointer for the scaler", function);
-    give(std::make_unique<SemitoneScaler>(GradScaler(
-             with_options(loss_scale_preset(preset, function), options, option_count, function))),
+    give(std::make_unique<SemitoneScaler>(SemitoneScaler{GradScaler(
+             with_options(loss_scale_preset(preset, function), options, option_count, function))}),
          scaler);
   });
 }

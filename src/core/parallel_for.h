@@ -9,13 +9,6 @@
 #include <cstdint>
 #include <exception>
 
-// Whether at::parallel_for, a template, would run on a single thread.
-#if AT_PARALLEL_OPENMP && !defined(_OPENMP)
-#define SEMITONE_CALLS_OPENMP 1
-#else
-#define SEMITONE_CALLS_OPENMP 0
-#endif
-
 namespace semitone {
 
 #if SEMITONE_CALLS_OPENMP

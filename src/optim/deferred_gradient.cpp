@@ -24,7 +24,7 @@ struct PlaceholderMemory {
 
 at::Tensor make_placeholder(const at::Tensor& master) {
   auto memory = std::make_unique<PlaceholderMemory>(
-      at::full({}, std::numeric_limits<float>::quiet_NaN(), master.options()));
+      PlaceholderMemory{at::full({}, std::numeric_limits<float>::quiet_NaN(), master.options())});
   void* const number = memory->number.mutable_data_ptr();
   const std::vector<std::int64_t> strides(static_cast<std::size_t>(master.dim()), 0);
   return at::for_blob(number, master.sizes())

@@ -6,10 +6,11 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <limits>
 #include <memory>
-#include <ranges>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -36,7 +37,7 @@ void Recording::walk(const std::vector<at::Tensor>& outputs, const Visit& visit,
                      const Leave& leave) const {
   std::unordered_set<const Node*> visited;
   edge_list open;
-  for (const at::Tensor& output : outputs | std::views::reverse) open.push_back(edge_of(output));
+  std::transform(outputs.rbegin(), outputs.rend(), std::back_inserter(open), edge_of);
   while (!open.empty()) {
     const Edge edge = std::move(open.back());
     open.pop_back();
@@ -44,8 +45,8 @@ void Recording::walk(const std::vector<at::Tensor>& outputs, const Visit& visit,
     if (!has(*edge.function)) {
       leave(edge);
     } else if (visited.insert(edge.function.get()).second) {
-      for (const Edge& next : edge.function->next_edges() | std::views::reverse)
-        open.push_back(next);
+      const edge_list& next = edge.function->next_edges();
+      open.insert(open.end(), next.rbegin(), next.rend());
       visit(*edge.function);
     }
   }

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <functional>
 #include <mutex>
-#include <ranges>
 #include <string_view>
 
 namespace semitone::nn {
@@ -156,7 +155,8 @@ BufferValues::Scope::Scope(const BufferValues& values) {
 BufferValues::Scope::~Scope() {
   const at::NoGradGuard no_grad;
   // In reverse: of memory that is listed twice, the first entry has the value from before.
-  for (const auto& [tensor, value] : before_ | std::views::reverse) tensor.copy_(value);
+  for (auto entry = before_.rbegin(); entry != before_.rend(); ++entry)
+    entry->first.copy_(entry->second);
 }
 
 ModuleModes::ModuleModes(const std::shared_ptr<torch::nn::Module>& module) {

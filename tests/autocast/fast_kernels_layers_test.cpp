@@ -206,7 +206,7 @@ TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
     Tensors inputs{image(torch::randn({5, channels, 27, 28}), torch::kBFloat16),
                    torch::randn({out, channels, 1, 1}).div(std::sqrt(channels))};
     if (with_bias) inputs.push_back(torch::randn({out}));
-    const auto convolve = [&](const Tensors& in) {
+    const auto convolve = [&, &stride = stride, with_bias = with_bias](const Tensors& in) {
       return torch::conv2d(in[0], in[1], with_bias ? in[2] : at::Tensor(), stride);
     };
     const GradOutput grad_output = [](const at::Tensor& result) {

@@ -123,7 +123,9 @@ TEST(FastKernels, ReluAndAdditionComputeWhatLibTorchDoes) {
                            image(torch::randn({4, 16, 33, 32}), dtype)};
       const at::Tensor grad = image(torch::randn({4, 16, 33, 32}), dtype);
       // Not a leaf, and not saved by any function for its gradient.
-      const auto run = [&](const Tensors& in) { return function(in[0] * 1, in[1]); };
+      const auto run = [&function = function](const Tensors& in) {
+        return function(in[0] * 1, in[1]);
+      };
       const auto [got, want] = outcomes_of(inputs, run, [&](const at::Tensor&) { return grad; });
       expect_bitwise_equal(got.result, want.result);
       EXPECT_EQ(got.result.strides(), want.result.strides());

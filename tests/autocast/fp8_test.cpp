@@ -22,6 +22,8 @@
 namespace semitone::amp::fp8_test {
 namespace {
 
+using test::expect_bitwise_equal;
+
 // The numbers of a format, as fp32.
 at::Tensor rounded(const at::Tensor& tensor, c10::ScalarType format, float scale) {
   const double max = dtype_limits(format).max;
@@ -154,7 +156,7 @@ TEST_F(Fp8, EveryOperatorOfAWeightIsRounded) {
     const at::Tensor got = compute(x, weights->matrix);
     if (name != "a view") expect_close(got, want);
     // fp8's error is far above that of bf16.
-    const at::Tensor in_fp32 = [&] {
+    const at::Tensor in_fp32 = [&, &compute = compute] {
       const DisableCasts none;
       return compute(x, weights->matrix);
     }();

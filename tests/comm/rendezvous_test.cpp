@@ -377,7 +377,7 @@ TEST_F(TcpUrl, ErrorsSayWhatIsWrong) {
   };
   for (const auto& [url, part] : cases) {
     SCOPED_TRACE(url);
-    expect_error([&] { parse_rendezvous(url); }, {"[comm.init]", part});
+    expect_error([&url = url] { parse_rendezvous(url); }, {"[comm.init]", part});
   }
 }
 

@@ -82,6 +82,14 @@ class Setup(unittest.TestCase):
         self.program("my-clang", "echo 'Ubuntu clang version 11.1.0-6'")
         self.expect_refusal(self.run_setup(CXX="my-clang"), "expected my-clang 14 or newer, got 11.1.0")
 
+    def test_an_old_highway_of_the_distribution(self):
+        script = self.root / "tools" / "setup.sh"
+        script.write_text(script.read_text().replace("/usr/include /usr/local/include", ""))  # as if nothing were installed
+        self.program("cmake", "echo 'cmake version 4.0.0'")
+        self.program("c++", "echo 'c++ (Ubuntu 12.3.0-1ubuntu1~22.04) 12.3.0'")
+        self.program("apt-cache", "echo '  Candidate: 0.16.0-1'")
+        self.expect_refusal(self.run_setup(CXX="", CPLUS_INCLUDE_PATH=""), "expected libhwy-dev 1.0.3 or newer, got 0.16.0")
+
     def test_paths_with_spaces(self):
         self.expect_refusal(self.run_setup(SEMITONE_LIBTORCH="/my libraries/torch"), "expected paths without spaces")
 

@@ -67,14 +67,15 @@ TEST_F(FusedCrossEntropyTest, EqualsLibTorchsInFp64) {
         const at::Tensor logits = (torch::randn({50, 70}) * 2).to(dtype);
         const at::Tensor target = torch::randint(70, {50}, torch::kLong);
         target.slice(0, 0, 7).fill_(kIgnored);
-        const auto got = backward(logits, [&](const at::Tensor& x) {
+        const auto got = backward(logits, [&, reduction = reduction](const at::Tensor& x) {
           return fused_cross_entropy(
               x, target,
               Options().reduction(reduction).ignore_index(kIgnored).label_smoothing(smoothing));
         });
-        const auto want = backward(logits.to(torch::kDouble), [&](const at::Tensor& x) {
-          return at::cross_entropy_loss(x, target, {}, code, kIgnored, smoothing);
-        });
+        const auto want =
+            backward(logits.to(torch::kDouble), [&, code = code](const at::Tensor& x) {
+              return at::cross_entropy_loss(x, target, {}, code, kIgnored, smoothing);
+            });
         EXPECT_EQ(got.loss.scalar_type(), wide(dtype));
         EXPECT_EQ(got.gradient.scalar_type(), dtype);
         const double tolerance = test::reduction_tolerance(wide(dtype), 70);
@@ -105,10 +106,11 @@ TEST_F(FusedCrossEntropyTest, WithoutRowsThatCountTheMeanIsNanAndTheGradientZero
   for (const auto& [reduction, code] : kReductions) {
     for (const std::int64_t rows : {0, 4}) {
       const at::Tensor target = torch::full({rows}, kIgnored, torch::kLong);
-      const auto got = backward(torch::randn({rows, 5}), [&](const at::Tensor& x) {
-        return fused_cross_entropy(x, target,
-                                   Options().reduction(reduction).ignore_index(kIgnored));
-      });
+      const auto got =
+          backward(torch::randn({rows, 5}), [&, reduction = reduction](const at::Tensor& x) {
+            return fused_cross_entropy(x, target,
+                                       Options().reduction(reduction).ignore_index(kIgnored));
+          });
       const at::Tensor want =
           at::cross_entropy_loss(torch::randn({rows, 5}), target, {}, code, kIgnored);
       expect_bitwise_equal(got.loss, want);
@@ -235,7 +237,7 @@ TEST_F(FusedCrossEntropyTest, TakesGradientsThatAreNegatedViews) {
   const at::Tensor values = torch::randn({5, 7});
   const at::Tensor grad = torch::rand({5});
   for (const auto& [reduction, unused] : kReductions) {
-    const auto gradient_of = [&](const at::Tensor& of_loss) {
+    const auto gradient_of = [&, reduction = reduction](const at::Tensor& of_loss) {
       const at::Tensor logits = values.clone().requires_grad_();
       const at::Tensor loss = fused_cross_entropy(logits, target, Options().reduction(reduction));
       loss.backward(loss.dim() == 0 ? of_loss[0] : of_loss);

@@ -99,11 +99,12 @@ TEST(LinearCrossEntropy, EqualsLibTorchsOperatorsInFp64) {
     const Problem problem = new_problem(with_bias).to(torch::kDouble);
     for (const auto& [reduction, code] : reductions) {
       for (const double smoothing : {0.0, 0.1, 1.0}) {
-        const auto want = results_of(problem, [&](const auto& input, const auto& weight,
-                                                  const auto& bias, const auto& target) {
-          return at::cross_entropy_loss(at::linear(input, weight, bias), target, {}, code, kIgnored,
-                                        smoothing);
-        });
+        const auto want =
+            results_of(problem, [&, code = code](const auto& input, const auto& weight,
+                                                 const auto& bias, const auto& target) {
+              return at::cross_entropy_loss(at::linear(input, weight, bias), target, {}, code,
+                                            kIgnored, smoothing);
+            });
         for (const std::int64_t chunk_size : {1L, 16L, 35L, 69L, 70L, 1000L}) {
           SCOPED_TRACE(c10::str("bias ", with_bias, " reduction ", code, " smoothing ", smoothing,
                                 " chunk_size ", chunk_size));

@@ -1,14 +1,27 @@
-# Configures Semitone as packagers do: without the program, and with a shared library by CMake's own variable.
+# Configures Semitone as packagers do: without the program, and with a shared library by CMake's own variable. Then with tests, on a
+# machine that lacks programs that some of them need.
 #   cmake -D SOURCE=<Semitone> -D WORK=<a folder of the test's own> -D LIBTORCH=… -D PREFIX_PATH=… -D COMPILER=… -P options.cmake
 cmake_minimum_required(VERSION 3.25)
 file(REMOVE_RECURSE ${WORK})
-execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK} -G Ninja -DSEMITONE_LIBTORCH=${LIBTORCH}
-    "-DCMAKE_PREFIX_PATH=${PREFIX_PATH}" -DCMAKE_CXX_COMPILER=${COMPILER} -DSEMITONE_CUDA=OFF
+set(configure ${CMAKE_COMMAND} -S ${SOURCE} -G Ninja -DSEMITONE_LIBTORCH=${LIBTORCH} "-DCMAKE_PREFIX_PATH=${PREFIX_PATH}"
+  -DCMAKE_CXX_COMPILER=${COMPILER} -DSEMITONE_CUDA=OFF)
+execute_process(COMMAND ${configure} -B ${WORK}
     -DSEMITONE_APPS=OFF -DBUILD_SHARED_LIBS=ON -DSEMITONE_INSTALL_RPATH= -DCMAKE_INSTALL_LIBDIR=lib64 -DCMAKE_INSTALL_INCLUDEDIR=include/abi
   OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 file(READ ${WORK}/semitone.pc pc)
+file(GLOB compiler ${WORK}/CMakeFiles/*/CMakeCXXCompiler.cmake)
+file(READ ${compiler} compiler)
 file(READ ${WORK}/cmake_install.cmake install)
 file(READ ${WORK}/CPackConfig.cmake packages)
+# OpenMP's flag is for GCC: clang would link a second runtime.
+string(REGEX MATCH "CMAKE_CXX_COMPILER_ID \"([A-Za-z]+)\"" _ "${compiler}")
+set(openmp "")
+if(CMAKE_MATCH_1 STREQUAL GNU)
+  set(openmp -fopenmp)
+endif()
+if(pc MATCHES "gomp" AND NOT pc MATCHES "\nopenmp=${openmp}\n")
+  message(FATAL_ERROR "expected openmp=${openmp} for ${COMPILER} in semitone.pc, got:\n${pc}")
+endif()
 if(NOT pc MATCHES "-lsemitone " OR pc MATCHES "-lsemitone_core" OR NOT pc MATCHES "includedir=[^\n]*/include/abi\n")
   message(FATAL_ERROR "expected libsemitone.so and the chosen folders in semitone.pc, got:\n${pc}")
 endif()
@@ -22,3 +35,25 @@ file(READ ${WORK}/build.ninja build)
 if(build MATCHES "semitone_cli|core_test" OR NOT build MATCHES "semitone_benchmarks")
   message(FATAL_ERROR "expected benchmarks, but no program and no tests")
 endif()
+
+# Programs that are already known, as an empty name, are not searched.
+set(names "completion_test[.]zsh" "completion_test[.]fish" "completion_test[.]groff" packages conan report_page_test "launched_test[.]torchrun"
+  "launched_test[.]mpirun" multi_host_test "example[.]bindings[.]rust" "example[.]bindings[.]csharp"
+  "example[.]bindings[.]java")
+foreach(program SEMITONE_zsh SEMITONE_fish SEMITONE_groff DPKG_SHLIBDEPS_PROGRAM CONAN_PROGRAM CHROMIUM_PROGRAM TORCHRUN_PROGRAM
+    MPIRUN_PROGRAM IP_PROGRAM RUSTC_PROGRAM MCS_PROGRAM JAVAC_PROGRAM)
+  list(APPEND hidden -D${program}=)
+endforeach()
+execute_process(COMMAND ${configure} -B ${WORK}/tests -DSEMITONE_LIBRARY=BOTH ${hidden} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${CMAKE_CTEST_COMMAND} --test-dir ${WORK}/tests -N OUTPUT_VARIABLE tests COMMAND_ERROR_IS_FATAL ANY)
+file(READ ${WORK}/tests/missing_tests.txt missing)
+foreach(name ${names})
+  foreach(text output missing)
+    if(NOT ${text} MATCHES "Test not registered: ${name}, which needs [^\n]")
+      message(FATAL_ERROR "expected a line that says what ${name} needs, got:\n${${text}}")
+    endif()
+  endforeach()
+  if(tests MATCHES ": ${name}\n")
+    message(FATAL_ERROR "expected no ${name}, got:\n${tests}")
+  endif()
+endforeach()

@@ -1,7 +1,8 @@
-# Configures a parent project of Semitone (add_subdirectory) that does what may be in its way, and compiles one source of each.
-# The parent has CMake files, targets and variables of the same names, its own fmt, another C++ standard, shared libraries, unity builds,
-# its own warnings as errors, flags for fast mathematics, linters, and its own tests.
-#   cmake -D SOURCE=<Semitone> -D WORK=<a folder of the test's own> -D LIBTORCH=… -D PREFIX_PATH=… -D COMPILER=… -P run.cmake
+# Configures a parent project of Semitone (add_subdirectory, FetchContent) that does what may be in its way, and compiles one source
+# of each. The parent has CMake files, targets and variables of the same names, its own fmt, another C++ standard, shared libraries,
+# unity builds, its own warnings as errors, flags for fast mathematics, linters, and its own tests.
+#   cmake -D SOURCE=<Semitone> -D WORK=<a folder of the test's own> -D LIBTORCH=… -D PREFIX_PATH=… -D COMPILER=… [-D TRAIN=ON] -P run.cmake
+# TRAIN: builds the program of examples/consumer and the libraries that it links, all without optimisation, and trains.
 file(REMOVE_RECURSE ${WORK})
 foreach(name cuda options package packages pkg_config rooms sanitizers warnings)
   file(WRITE ${WORK}/cmake/${name}.cmake "set(parents_${name} ON)\n")
@@ -46,7 +47,13 @@ add_library(fmt::fmt ALIAS parents_fmt)
 if(PARENT_TESTS)
   enable_testing()
 endif()
-add_subdirectory(${SOURCE} semitone)
+if(PARENT_FETCHES)
+  include(FetchContent)
+  FetchContent_Declare(semitone SOURCE_DIR ${SOURCE})
+  FetchContent_MakeAvailable(semitone)
+else()
+  add_subdirectory(${SOURCE} semitone)
+endif()
 include(warnings)
 if(NOT parents_options OR NOT parents_warnings OR parents_rooms)
   message(FATAL_ERROR \"the parent's own files were not read\")
@@ -63,6 +70,8 @@ endif()
 set(CMAKE_CXX_CPPCHECK \"\")
 add_executable(app main.cpp)
 target_link_libraries(app PRIVATE semitone::semitone)
+add_executable(training EXCLUDE_FROM_ALL ${SOURCE}/examples/consumer/main.cpp)
+target_link_libraries(training PRIVATE semitone::semitone)
 ")
 function(configure shared)
   execute_process(COMMAND ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
@@ -80,6 +89,11 @@ function(expect_linked library)
 endfunction()
 
 configure(OFF)
+if(TRAIN)
+  execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build --target training COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND ${WORK}/build/training COMMAND_ERROR_IS_FATAL ANY)
+  return()
+endif()
 file(READ ${WORK}/build/compile_commands.json commands)
 string(REGEX MATCH "\"command\": \"[^\"]*semitone_net.dir/[^\"]*\"" command "${commands}")
 foreach(flag "-std=c[+][+]20" -fPIC "-ffast-math.*-fno-fast-math.*-ffp-contract=off" "-Werror.* -w")
@@ -107,3 +121,8 @@ if(NOT tests MATCHES "Total Tests: 0")
   message(FATAL_ERROR "expected none of Semitone's tests in a parent with enable_testing(), got:\n${tests}")
 endif()
 expect_linked("libsemitone[.]so")
+
+# By FetchContent.
+file(REMOVE ${WORK}/build/CMakeCache.txt)
+configure(OFF -DPARENT_FETCHES=ON)
+expect_linked("semitone-build/src/core/libsemitone_core[.]a")

@@ -194,7 +194,9 @@ TEST_F(ResumingTest, AnotherLevelAndDtypeContinueWithTheSameWeights) {
        {std::pair(OptLevel::O0, torch::kBFloat16), std::pair(OptLevel::O1, torch::kBFloat16),
         std::pair(OptLevel::O2, torch::kBFloat16), std::pair(OptLevel::O1, torch::kHalf)}) {
     const fs::path copy = folder_ / "copy.safetensors";
-    const auto other = [&] { return options().opt_level(level).dtype(dtype).checkpoint_dir(run_); };
+    const auto other = [&, level = level, dtype = dtype] {
+      return options().opt_level(level).dtype(dtype).checkpoint_dir(run_);
+    };
     const test::CapturedLog log;
     train_classifier(drop_net, data(), other().resume_auto(true).save_weights(copy));
     test::DropNet saved;

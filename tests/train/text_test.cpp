@@ -124,7 +124,7 @@ TEST(TextTraining, ARunContinuesBitForBit) {
   for (const auto& [level, optimizer] :
        {std::pair(OptLevel::O1, "adamw"), std::pair(OptLevel::O2, "fused-adamw")}) {
     const auto run = folder / optimizer;
-    const auto options = [&](std::int64_t steps) {
+    const auto options = [level = level, optimizer = optimizer](std::int64_t steps) {
       return text_options(level, torch::kHalf).optimizer(optimizer).epochs(2).max_steps(steps);
     };
     Recorder whole;

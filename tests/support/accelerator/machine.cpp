@@ -75,7 +75,8 @@ void Machine::access(const std::vector<Use>& uses, Moment moment, const std::str
   }
   for (const auto& [block, now] : accesses) check(*block, now);
   for (auto& [block, now] : accesses) {
-    std::erase_if(block->accesses, [&](const Access& earlier) { return covers(now, earlier); });
+    std::erase_if(block->accesses,
+                  [&now = now](const Access& earlier) { return covers(now, earlier); });
     block->accesses.push_back(std::move(now));
   }
 }

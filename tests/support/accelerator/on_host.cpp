@@ -46,7 +46,7 @@ const c10::Storage& OnHost::over_shadow(const c10::Storage& storage) {
   // A kernel that resizes it gets memory of the CPU, which is copied to the device afterwards.
   const c10::Storage ours(c10::Storage::use_byte_size_t{}, storage.nbytes(),
                           c10::DataPtr(shadow, c10::kCPU), c10::GetCPUAllocator(), true);
-  return memory_.emplace_back(storage, ours, shadow).ours;
+  return memory_.emplace_back(Memory{storage, ours, shadow}).ours;
 }
 
 at::Tensor OnHost::replace(const at::Tensor& tensor) {

@@ -31,6 +31,7 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("py-torch +cuda", when="+cuda")
 
     conflicts("%gcc@:11", msg="Semitone needs GCC 12 or newer")
+    conflicts("%clang@:13", msg="Semitone needs clang 14 or newer")
     conflicts("platform=darwin", msg="Semitone runs on Linux")
 
     generator("ninja")
