@@ -1,5 +1,5 @@
-// Your own code under autocast: an autograd function that needs fp32, and a plain callable that
-// runs in 16 bits.
+// Your own code under autocast: an autograd function that needs fp32, and plain callables that run
+// in 16 bits, in fp32, or in the widest dtype of their arguments.
 #include <semitone/amp.h>
 
 #include <torch/torch.h>
@@ -32,17 +32,28 @@ int main() try {
     return (input.unsqueeze(1) * w).sum(-1);
   });
 
+  const auto mean_square =
+      amp::float_function([](const torch::Tensor& input) { return (input * input).mean(); });
+  const auto blend = amp::promote_function(
+      [](const torch::Tensor& a, const torch::Tensor& b) { return (a + b) / 2; });
+
   torch::Tensor projected;
   torch::Tensor result;
+  torch::Tensor energy;
+  torch::Tensor blended;
   {
     const amp::Autocast region(torch::kCPU, torch::kBFloat16);
     projected = project(x, weight);
     result = Expm1::apply(projected);
+    energy = mean_square(projected);
+    blended = blend(projected, result);
   }
   result.sum().backward();
   std::cout << "half_function: " << projected.dtype() << ", Expm1: " << result.dtype()
-            << ", gradients: " << weight.grad().dtype() << '\n';
+            << ", gradients: " << weight.grad().dtype() << ", float_function: " << energy.dtype()
+            << ", promote_function: " << blended.dtype() << '\n';
   const bool right =
+      energy.scalar_type() == torch::kFloat && blended.scalar_type() == torch::kFloat &&
       projected.scalar_type() == torch::kBFloat16 && result.scalar_type() == torch::kFloat &&
       weight.grad().scalar_type() == torch::kFloat && x.grad().isfinite().all().item<bool>();
   return right ? 0 : 1;

@@ -1,5 +1,5 @@
 // Cast lists, as Paddle users know them: a program edits a value that says which operators run in
-// 16 bits.
+// 16 bits. Names of operators are ATen's; `semitone ops --policy paddle` lists them.
 #include <semitone/amp.h>
 
 #include <torch/torch.h>
@@ -25,7 +25,10 @@ int main() try {
   const auto policy =
       amp::CastPolicy::paddle(torch::kBFloat16)
           .lower("conv2d")       // custom_white_list
+          .lower("matmul")       // there: matmul_v2
           .keep_fp32("softmax")  // custom_black_list
+          .keep_fp32("sum")      // there: reduce_sum
+          .promote("add")        // there: elementwise_add, with use_promote
           .keep_fp32_params(
               "head.*");  // no counterpart: one layer in fp32, by the names of its parameters
   torch::Tensor output;

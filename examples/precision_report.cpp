@@ -1,4 +1,6 @@
-// What fp16 does to a model: a training records itself, and a report says what to change.
+// What fp16 does to a model: a training records itself, and a report says what to change. On the
+// command line `semitone report RUN_DIR` makes the same report, and
+// `semitone report RUN_DIR --compare OTHER_RUN_DIR` compares two runs.
 //
 //   precision_report [DATA_DIR [RUN_DIR]]
 #include <semitone/amp.h>

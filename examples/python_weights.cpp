@@ -49,8 +49,18 @@ int main(int argc, char** argv) try {
   const double apart = (other->forward(x) - mixed.forward(model, x)).abs().max().item<double>();
   std::cout << weights::read(file).tensors.size() << " tensors in " << file.string()
             << ", outputs differ by " << apart << '\n';
+
+  // In 16 bits, and with the names that a model has in Python's DistributedDataParallel.
+  weights::StateDict wrapped;
+  for (const auto& named : weights::read(file).tensors)
+    wrapped.insert("module." + named.key(), named.value());
+  const std::filesystem::path half = temporary.string() + "-half.safetensors";
+  weights::write(half, wrapped, weights::SaveOptions().dtype(torch::kHalf));
+  weights::load(other, half, weights::LoadOptions().strip_prefix("module."));
+  const double rounded = (other->forward(x) - mixed.forward(model, x)).abs().max().item<double>();
+  std::filesystem::remove(half);
   if (!keep) std::filesystem::remove(file);
-  return apart < 0.02 ? 0 : 1;
+  return apart < 0.02 && rounded < 0.02 ? 0 : 1;
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';
   return 1;

@@ -14,7 +14,7 @@ namespace zoo = semitone::zoo;
 
 int main(int argc, char** argv) try {
   const auto data = zoo::load_mnist(argc > 1 ? argv[1] : "data/mnist", zoo::Split::train);
-  const auto device = semitone::default_device();
+  const auto device = semitone::default_device();  // torch::kCUDA, or torch::kCPU without a GPU
   torch::manual_seed(0);
   zoo::ConvNet model;
   model->to(device);

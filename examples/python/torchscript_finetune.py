@@ -1,51 +1,39 @@
 #!/usr/bin/env python3
 """What ../torchscript_finetune.cpp does, in PyTorch.
 
-    torchscript_finetune.py [DATA_DIR]
+    torchscript_finetune.py MODEL.pt IMAGES FINETUNED.pt [SIZE]
+
+IMAGES is a folder of torchscript_resnet.py. torchvision.datasets.ImageFolder reads others too.
 """
-import gzip
-import io
+import re
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "data/mnist"
-torch.manual_seed(0)
+size = int(sys.argv[4]) if len(sys.argv) > 4 else 224
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float16 if device == "cuda" else torch.bfloat16
 
 
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.head = nn.Linear(16 * 7 * 7, 10, bias=False)
-
-    def forward(self, x):
-        x = functional.max_pool2d(functional.relu(self.bn1(self.conv1(x))), 2)
-        x = functional.relu(x + self.bn2(self.conv2(x)))
-        return self.head(functional.max_pool2d(x, 2).flatten(1))
-
-
-def read(path, skip):
-    with gzip.open(path) as file:
-        return torch.frombuffer(bytearray(file.read()[skip:]), dtype=torch.uint8)
+def load(split):
+    images, labels = [], []
+    for label, of_class in enumerate(sorted((Path(sys.argv[2]) / split).iterdir())):
+        for path in sorted(of_class.glob("*.pgm")):
+            content = bytearray(path.read_bytes())
+            header = re.match(rb"P5\s+(\d+)\s+(\d+)\s+255\s", content)
+            pixels = torch.frombuffer(content, dtype=torch.uint8, offset=header.end())
+            images.append(pixels.view(int(header[2]), int(header[1])).expand(1, 3, -1, -1))
+            labels.append(label)
+    scaled = functional.interpolate(torch.cat(images).float(), (size, size), mode="bilinear", antialias=True)
+    return scaled.round().clamp(0, 255).byte(), torch.tensor(labels)
 
 
-def load(part, count):
-    images = read(f"{folder}/{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
-    return images[:count].float() / 255, read(f"{folder}/{part}-labels-idx1-ubyte.gz", 8)[:count].long()
-
-
-def train(model, images, labels):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.02, momentum=0.9)
-    for first in 2 * list(range(0, len(images) - 49, 50)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = functional.cross_entropy(model(images[first:first + 50]), labels[first:first + 50])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def replace_classifier(model, classes):
+    classifier = nn.Linear(model.fc.weight.size(1), classes, device=model.fc.weight.device)
+    model.fc.weight, model.fc.bias = classifier.weight, classifier.bias
 
 
 def freeze_batch_norm(model):
@@ -56,21 +44,54 @@ def freeze_batch_norm(model):
                 parameter.requires_grad_(False)
 
 
+def normalise(images):
+    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], device=device).view(2, 3, 1, 1)
+    return (images.to(device) / 255 - mean) / deviation
+
+
+def forward(model, images):
+    with torch.autocast(device, dtype=dtype):
+        return model(normalise(images)).float()
+
+
 @torch.no_grad()
 def accuracy(model, images, labels):
-    return (model(images).argmax(1) == labels).float().mean().item()
+    model.eval()
+    correct = 0
+    for rows in torch.arange(len(images)).split(100):
+        correct += (forward(model, images[rows]).argmax(1).cpu() == labels[rows]).sum().item()
+    return correct / len(images)
 
 
-images, labels = load("train", 5000)
-test = load("t10k", 1000)
-pretrained = torch.jit.script(Network())
-train(pretrained, images[labels < 5], labels[labels < 5])
-archive = io.BytesIO()
-torch.jit.save(pretrained, archive)
-
-archive.seek(0)
-model = torch.jit.load(archive)
+images, labels = load("train")
+test = load("test")
+torch.manual_seed(0)
+model = torch.jit.load(sys.argv[1], device)
+replace_classifier(model, int(labels.max()) + 1)
 freeze_batch_norm(model)
+statistics = [buffer.clone() for buffer in model.buffers()]
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9)
+scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 before = accuracy(model, *test)
-train(model, images, labels)
-print(f"accuracy {before:.3f} -> {accuracy(model, *test):.3f}")
+
+epochs, batch = 3, 50
+batches = -(-len(images) // batch)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
+for epoch in range(epochs):
+    model.train()
+    freeze_batch_norm(model)
+    mean_loss = 0
+    for rows in torch.randperm(len(images)).split(batch):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(forward(model, images[rows]), labels[rows].to(device))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        mean_loss += loss.item() / batches
+    print(f"epoch {epoch}: loss {mean_loss:.4f}")
+
+after = accuracy(model, *test)
+unchanged = all(torch.equal(a, b) for a, b in zip(model.buffers(), statistics))
+torch.jit.save(model, sys.argv[3])
+print(f"accuracy {before:.3f} -> {after:.3f}, statistics of BatchNorm {'unchanged' if unchanged else 'changed'}")
