@@ -7,6 +7,8 @@ A link within the project leads to a file that git would keep, an anchor to a he
 the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. A table of
 options, variables or flags has a row for each that the code has, no other, and the same default where that is a number or a boolean.
 The navigation of the site (tools/docs/mkdocs.yml) lists each page once, and the messages of docs/troubleshooting.md are in the sources.
+Each row of docs/migration.md links examples that run and have its names, or says why there is no equivalent. docs/error_messages.md is
+what tools/error_messages.py makes of the sources.
 Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
 """
 import argparse
@@ -15,6 +17,8 @@ import re
 import shlex
 import subprocess
 import sys
+
+import error_messages
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*?) *$", re.M)
@@ -248,10 +252,59 @@ def check_messages(root):
     return problems
 
 
+MIGRATION = "docs/migration.md"
+NO_EQUIVALENT = "no equivalent: "
+MIGRATION_TABLE = re.compile(r"^\| [^|\n]+ \| Semitone \(C\+\+\) \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.M)
+
+
+def names_in(code):
+    """The names in the code of a row that its examples must have: the last part of each qualified name, and each function that is called.
+
+    Of a command line its first two words, of an environment variable the name.
+    """
+    if code.startswith("semitone "):
+        return {" ".join(code.split()[:2])}
+    if re.match(r"[A-Z_]+=", code):
+        return {code.partition("=")[0]}
+    code = re.sub(r'"[^"]*"', "", code)
+    called = re.findall(r"(?:\b\w+::)*\b([a-zA-Z_]\w*) *\(", code)
+    qualified = re.findall(r"(?:::|->|\.)([a-zA-Z_]\w*)(?![\w:])", re.sub(r"\bstd::\w+", "", code))
+    return {*called, *qualified, *re.findall(r"^\w*[a-zA-Z_]\w*$", code)}
+
+
+def check_migration_row(root, row, running):
+    """Problems of one row: which examples it lacks, or which names they lack."""
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    if len(cells) != 3:
+        return [f"expected 3 cells, got {len(cells)}"]
+    _, call, examples = cells
+    if call.startswith(NO_EQUIVALENT):
+        return []
+    files = [target for target in re.findall(r"\]\(\.\./(examples/[^)#]+)\)", examples) if (root / target).is_file()]
+    if not files:
+        return [f"expected an example in the last cell, or '{NO_EQUIVALENT}' and the reason, got '{examples}'"]
+    text = "\n".join((root / file).read_text() for file in files)
+    names = sorted({name for code in re.findall(r"`([^`]+)`", call) for name in names_in(code)})
+    return [*(f"expected an example that runs as a test, got '{file}'" for file in files
+              if file.endswith(".cpp") and pathlib.Path(file).stem not in running),
+            *(f"expected '{name}' in {', '.join(files)}, got none" for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text))]
+
+
+def check_migration(root):
+    """A row without an example of its call would be a promise that nothing tests."""
+    page = root / MIGRATION
+    if not page.exists():
+        return []
+    running = set(re.findall(r"\w+", (root / "examples/CMakeLists.txt").read_text()))
+    text = page.read_text()
+    return [f"{MIGRATION}:{line_of(text, table.start(1)) + number}: {problem}" for table in MIGRATION_TABLE.finditer(text)
+            for number, row in enumerate(table.group(1).splitlines()) for problem in check_migration_row(root, row, running)]
+
+
 def check(root, program=None):
     commands = Commands(root, program)
     found = [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
-    return found + check_tables(root, commands) + check_navigation(root) + check_messages(root)
+    return found + check_tables(root, commands) + check_navigation(root) + check_messages(root) + check_migration(root) + error_messages.check(root)
 
 
 def main():

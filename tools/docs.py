@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Builds the site of the documentation into build/docs; `make docs` calls it, after tools/setup_docs.sh:
 
-    tools/docs.py
+    tools/docs.py [--output DIR]
 
 The pages are README.md, docs/ and their neighbours, by Zensical, the successor of Material for MkDocs. The reference is made from the
 public headers by Doxygen. (Two tools, since Debian's Doxygen does not know the anchors of GitHub's Markdown.) Zensical gets the pages as
 they are, except that links to public headers lead to the reference, links to other sources to a page that shows them, and names such as
-`amp::GradScaler` become links to the reference. A warning of Doxygen, and a link of the site that leads nowhere, is an error.
+`amp::GradScaler` become links to the reference. Errors are a warning of Doxygen, a link of the site that leads nowhere, and a page or a
+public header that the site lacks. Intermediate files are beside the output, in DIR-work.
 """
+import argparse
 import html
 import os
 import pathlib
@@ -21,18 +23,18 @@ import xml.etree.ElementTree as ElementTree
 from check_docs import LINK, pages
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-WORK, SITE, TOOLS = ROOT / "build/docs-work", ROOT / "build/docs", ROOT / ".deps/docs"
-STAGED = WORK / "pages"
+SITE, TOOLS = ROOT / "build/docs", ROOT / ".deps/docs"
 LANGUAGES = {".cpp": "cpp", ".h": "cpp", ".c": "c", ".py": "python", ".cs": "csharp", ".rs": "rust", ".java": "java", ".cmake": "cmake",
              "CMakeLists.txt": "cmake", ".toml": "toml", ".xml": "xml", ".csproj": "xml"}
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 CODE_SPAN = re.compile(r"(\]\([^)]*\)|\[[^\]]*\]\([^)]*\))|`((?:[a-z]\w*::)+\w+)(\(\))?`")
 
 
-def make_reference():
+def make_reference(work):
     style = next(TOOLS.glob("lib/python*/site-packages/doxygen_awesome_css"))
     subprocess.run(["doxygen", "tools/docs/Doxyfile"], cwd=ROOT, check=True,
-                   env={**os.environ, "DOCS_WORK": str(WORK), "DOCS_API": str(STAGED / "api"), "DOCS_STYLE": str(style)})
+                   env={**os.environ, "DOCS_WORK": str(work), "DOCS_API": str(work / "pages/api"), "DOCS_STYLE": str(style)})
+    return Reference(work / "api.tag")
 
 
 class Reference:
@@ -59,8 +61,8 @@ class Reference:
 class Pages:
     """Copies the pages, and whatever they link, into the folder that Zensical reads."""
 
-    def __init__(self, reference):
-        self.reference, self.shown = reference, set()
+    def __init__(self, reference, folder):
+        self.reference, self.folder, self.shown = reference, folder, set()
 
     def relative(self, target, page):
         return os.path.relpath(target, page.parent)
@@ -86,14 +88,16 @@ class Pages:
             self.write(pathlib.Path(f"{source}.md"), f"# {source.name}\n\n{fence}{language}\n{(ROOT / source).read_text()}{fence}\n")
             return
         page = source / "index.md"
-        listed = subprocess.run(["git", "ls-files", source], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+        listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", source], cwd=ROOT, capture_output=True, text=True)
+        files = sorted(listed.stdout.split()) if listed.returncode == 0 else \
+            sorted(str(file.relative_to(ROOT)) for file in (ROOT / source).rglob("*") if file.is_file())  # not a checkout
         rows = [f"- [{pathlib.Path(file).relative_to(source)}]({self.link_of(pathlib.Path(file), page)})\n"
-                for file in listed if not file.endswith(".md")]
+                for file in files if not file.endswith(".md") and (ROOT / file).is_file()]
         self.write(page, f"# {source}/\n\n{''.join(rows)}")
 
     def write(self, page, text):
-        (STAGED / page).parent.mkdir(parents=True, exist_ok=True)
-        (STAGED / page).write_text(text)
+        (self.folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / page).write_text(text)
 
     def add(self, page):
         path = page.relative_to(ROOT)
@@ -120,12 +124,28 @@ class Pages:
         self.write(path, "".join([*parts, prose(text[end:])]))
 
 
-def stage():
-    shutil.copytree(ROOT / "docs/figures", STAGED / "docs/figures")
-    shutil.copy(ROOT / "tools/docs/site.css", STAGED)
-    copies = Pages(Reference(WORK / "api.tag"))
-    for page in [*pages(ROOT), ROOT / "SECURITY.md", ROOT / "THIRD_PARTY.md"]:
+def all_pages():
+    return [*pages(ROOT), ROOT / "SECURITY.md", ROOT / "THIRD_PARTY.md"]
+
+
+def stage(reference, folder):
+    shutil.copytree(ROOT / "docs/figures", folder / "docs/figures")
+    shutil.copy(ROOT / "tools/docs/site.css", folder)
+    copies = Pages(reference, folder)
+    for page in all_pages():
         copies.add(page)
+
+
+def missing(site, reference):
+    """The pages and the public headers that a site lacks."""
+    for page in all_pages():
+        path = page.relative_to(ROOT)
+        if not (site / (path.with_suffix(".html") if path.name != "README.md" else "index.html")).is_file():
+            yield f"{path}: expected a page of the site, got none"
+    for header in sorted((ROOT / "include/semitone").rglob("*.h")):
+        place = reference.headers.get(header)
+        if "detail" not in header.parts and (place is None or not (site / "api" / place).is_file()):
+            yield f"{header.relative_to(ROOT)}: expected a page of the reference, got none"
 
 
 ATTRIBUTE = re.compile(r"""<[a-z]+\s[^>]*?\b(?:href|src)=["']([^"'<>\s]*)["']""")
@@ -153,17 +173,21 @@ def broken_links(site):
 
 
 def main():
-    shutil.rmtree(WORK, ignore_errors=True)
-    STAGED.mkdir(parents=True)
-    make_reference()
-    stage()
-    shutil.copy(ROOT / "tools/docs/mkdocs.yml", WORK)
-    subprocess.run([TOOLS / "bin/zensical", "build", "--strict"], cwd=WORK, check=True)
-    (WORK / "site/404.html").unlink()  # its links begin with /, but the site may be in any folder
-    shutil.rmtree(SITE, ignore_errors=True)
-    (WORK / "site").rename(SITE)
-    problems = list(broken_links(SITE))
-    print(*problems, f"{len(problems)} broken links; the site begins at {(SITE / 'index.html').relative_to(ROOT)}", sep="\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=pathlib.Path, default=SITE, metavar="DIR")
+    site = parser.parse_args().output.resolve()
+    work = site.with_name(f"{site.name}-work")
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "pages").mkdir(parents=True)
+    reference = make_reference(work)
+    stage(reference, work / "pages")
+    shutil.copy(ROOT / "tools/docs/mkdocs.yml", work)
+    subprocess.run([TOOLS / "bin/zensical", "build", "--strict"], cwd=work, check=True)
+    (work / "site/404.html").unlink()  # its links begin with /, but the site may be in any folder
+    shutil.rmtree(site, ignore_errors=True)
+    (work / "site").rename(site)
+    problems = [*broken_links(site), *missing(site, reference)]
+    print(*problems, f"{len(problems)} broken links and missing pages; the site begins at {site / 'index.html'}", sep="\n")
     return 1 if problems else 0
 
 

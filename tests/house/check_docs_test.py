@@ -102,6 +102,30 @@ class CheckDocs(unittest.TestCase):
             with self.subTest(message):
                 self.assertEqual(len(problems(message)), 1)
 
+    def test_rows_of_the_migration_page_have_examples(self):
+        def problems(call, examples):
+            with tempfile.TemporaryDirectory() as folder:
+                root = pathlib.Path(folder)
+                page = f"| Python | Semitone (C++) | example |\n|---|---|---|\n| `f()` | {call} | {examples} |\n"
+                for name, text in [(check_docs.MIGRATION, page), ("examples/CMakeLists.txt", "foreach(example a)"),
+                                   ("examples/a.cpp", '// semitone launch a\nmixed.scale_loss(loss).backward(); SEMITONE_CHECK; Options().policy(p);'),
+                                   ("examples/b.cpp", "mixed.scale_loss(loss);"), ("tests/c.cpp", "f();")]:
+                    (root / name).parent.mkdir(exist_ok=True)
+                    (root / name).write_text(text)
+                return check_docs.check_migration(root)
+        link = "[a.cpp](../examples/a.cpp)"
+        for call in ("`mixed.scale_loss(loss).backward()`", "`amp::Options::policy`, `backward`", '`scale_loss("other(x)")`', "`semitone launch -n 2 b`", "`SEMITONE_CHECK=full`"):
+            with self.subTest(call):
+                self.assertEqual(problems(call, link), [])
+        self.assertEqual(problems("no equivalent: none of `g()` is needed", ""), [])
+        for call, examples in [("`mixed.scale_loss(loss)`", ""), ("`scale`", link), ("`mixed.step(x)`", link), ("`amp::Options::level`", link), ("`semitone report`", link),
+                               ("`scale_loss`", "[b.cpp](../examples/b.cpp)"), ("`f`", "[c.cpp](../tests/c.cpp)"), ("`scale_loss`", "[d.cpp](../examples/d.cpp)")]:
+            with self.subTest(call):
+                self.assertEqual(len(problems(call, examples)), 1)
+        self.assertTrue(problems("`f`", "")[0].startswith("docs/migration.md:3: "))
+        tables = check_docs.MIGRATION_TABLE.findall((ROOT / check_docs.MIGRATION).read_text())
+        self.assertGreater(sum(len(rows.splitlines()) for rows in tables), 200)
+
     def test_links_lead_to_files_and_headings(self):
         for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
             with self.subTest(link):
@@ -151,7 +175,7 @@ class Site(unittest.TestCase):
             (root / "docs/a.md").write_text("# `semitone::Error`\n[a](b.md#names), [b](../include/error.h), [c](../run.sh), [d](#x), [e](mailto:x) "
                                             "`semitone::Error` and `std::string`\n```cpp\n[f](../run.sh) `semitone::Error`\n```\n")
             written = {}
-            pages = docs.Pages(Reference())
+            pages = docs.Pages(Reference(), root)
             pages.write = lambda page, text: written.__setitem__(str(page), text)
             pages.add(root / "docs/a.md")
         self.assertEqual(written["docs/a.md"], "# `semitone::Error`\n[a](b.md#names), [b](../api/error_8h.html), [c](../run.sh.md), [d](#x), "
@@ -170,6 +194,28 @@ class Site(unittest.TestCase):
             self.assertEqual(list(docs.broken_links(site)), [])
             (site / "a.html").write_text("".join(f'<a href="{link}">' for link in bad))
             self.assertEqual(len(list(docs.broken_links(site))), len(bad))
+
+    def test_a_page_and_a_header_that_the_site_lacks_are_found(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder).resolve()
+            self.addCleanup(setattr, docs, "ROOT", docs.ROOT)
+            docs.ROOT = root
+            site = root / "site"
+            for name in ("README.md", "docs/a.md", "SECURITY.md", "THIRD_PARTY.md", "include/semitone/amp/b.h", "include/semitone/amp/detail/c.h"):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).touch()
+            for name in ("index.html", "docs/a.html", "SECURITY.html", "THIRD_PARTY.html", "api/b_8h.html"):
+                (site / name).parent.mkdir(parents=True, exist_ok=True)
+                (site / name).touch()
+
+            class Reference:
+                headers = {root / "include/semitone/amp/b.h": "b_8h.html"}
+
+            self.assertEqual(list(docs.missing(site, Reference())), [])
+            (site / "docs/a.html").unlink()
+            (site / "api/b_8h.html").unlink()
+            self.assertEqual(list(docs.missing(site, Reference())), ["docs/a.md: expected a page of the site, got none",
+                                                                    "include/semitone/amp/b.h: expected a page of the reference, got none"])
 
     def test_doxygen_sees_the_comment_of_a_file_and_links_to_pages(self):
         header = "#pragma once\n\n/// About the file.\n\n#include <a.h>\n\n/// See docs/launch.md, as after optimizer.step().\n///\n///     docs/launch.md\nint a;\n"
