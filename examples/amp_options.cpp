@@ -1,5 +1,5 @@
-// What amp::initialize can be told beside the level: each property of a level, the loss scale, and
-// which layers stay in fp32.
+// The options of amp::initialize: the properties of a level one by one, the loss scale, and which
+// layers stay in fp32.
 #include <semitone/amp.h>
 
 #include <torch/torch.h>

@@ -1,5 +1,5 @@
-// Regions inside regions: parts of a program in another precision, or in none, and what a program
-// can ask about the region that it is in.
+// Nested autocast regions: parts of a program in another precision or without casts, and what a
+// program can query about the current region.
 #include <semitone/semitone.h>
 
 #include <torch/torch.h>
@@ -52,8 +52,8 @@ int main() try {
     });
     thread.join();
 
-    // The region keeps its copy of a weight until the weight changes. Only writes that leave no
-    // trace need this call: those through data().
+    // The region keeps its copy of a weight until the weight changes. Only writes through data(),
+    // which the region cannot notice, need this call.
     const auto before = torch::mm(x, weight);
     weight.data().mul_(2);
     amp::clear_cast_cache();

@@ -1,5 +1,6 @@
 // Data-parallel training without a wrapper: the program sends the weights and averages the
-// gradients itself. parallel::DistributedDataParallel does it during backward (spawn.cpp).
+// gradients itself. parallel::DistributedDataParallel does both, and averages during backward
+// (spawn.cpp).
 #include <semitone/launch/spawn.h>
 #include <semitone/semitone.h>
 #include <semitone/zoo/convnet.h>

@@ -43,7 +43,7 @@ std::string dtypes_of(const amp::CastPolicy& policy) {
 
 int main() try {
   const amp::CastTarget target(torch::kCPU, torch::kBFloat16);  // {}: of the GPU, if there is one
-  // Those of the systems, and their differences.
+  // The policies of other systems, and how they differ.
   bool right = true;
   for (const auto& policy : {amp::CastPolicy::semitone(target), amp::CastPolicy::torch(target),
                              amp::CastPolicy::apex(target), amp::CastPolicy::paddle(target),
@@ -52,7 +52,7 @@ int main() try {
     right = right && policy.find("mm").has_value() && !policy.find("mylib::project").has_value();
   }
 
-  // Paddle's level "OD" comes nearest: nothing but what is named.
+  // Only the named operators run in 16 bits. Paddle's level "OD" is similar.
   const auto only = amp::CastPolicy::none(target).lower("conv2d");
   std::cout << "conv2d only: " << dtypes_of(only) << '\n';
 
@@ -74,7 +74,8 @@ int main() try {
   amp::register_float_function(policy, "softmax");
   amp::register_promote_function(policy, "cat");
 
-  // Products of a model in fp8, emulated. What has a state belongs to a model: bind().
+  // Matrix products in emulated fp8. Such a policy has scales for each layer, so bind() connects it
+  // with a model.
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::ReLU(),
                               torch::nn::Linear(64, 64));

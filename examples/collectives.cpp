@@ -1,4 +1,4 @@
-// What processes can send each other: the collectives of a group, the exchanges of two ranks, and
+// Communication between processes: the collectives of a group, messages between two ranks, and
 // groups of some of the ranks. The program starts its two processes itself (spawn.cpp).
 #include <semitone/launch/spawn.h>
 #include <semitone/semitone.h>
@@ -37,7 +37,7 @@ void run(const comm::Group& group) {
   const int size = group.size();
   const auto mine = [&] { return torch::full({4}, rank + 1.0); };  // 1 on rank 0, 2 on rank 1
 
-  // All ranks get something.
+  // Collectives with a result on all ranks.
   auto sum = mine();
   group.all_reduce(sum);
   auto mean = mine();
@@ -57,7 +57,7 @@ void run(const comm::Group& group) {
   group.all_to_all(outputs, {torch::full({3}, 10. * rank), torch::full({3}, 10. * rank + 1)});
   require(outputs[1].equal(torch::full({3}, 10. + rank)), "what rank 1 had for this rank");
 
-  // One rank gets, or has, something.
+  // Collectives to or from one rank, the root.
   auto reduced = mine();
   group.reduce(reduced, /*root=*/0);
   const auto gathered = group.gather(mine(), 0);
@@ -68,7 +68,7 @@ void run(const comm::Group& group) {
   require(rank != 0 || (reduced.equal(sum) && gathered.size() == 2), "the sum on rank 0");
   require(scattered.equal(torch::full({4}, double(rank))), "this rank's part");
 
-  // Two ranks.
+  // Messages between two ranks.
   auto received = torch::empty({4});
   if (rank == 0) {
     group.send(mine(), /*to=*/1);
@@ -82,7 +82,7 @@ void run(const comm::Group& group) {
   const std::vector<std::string> names = group.all_gather("rank " + std::to_string(rank));
   require(text == "first" && names[1] == "rank 1", "strings of the other rank");
 
-  // While this process computes something else.
+  // Asynchronous collectives: the process can compute until it waits.
   auto late = mine();
   const std::vector<torch::Tensor> gathers = {torch::empty({4}), torch::empty({4})};
   auto half = torch::empty({2});
@@ -95,7 +95,7 @@ void run(const comm::Group& group) {
   for (auto& work : works) work.wait();
   require(late.equal(sum) && sent.equal(torch::ones({4})), "the same results");
 
-  // Some of the ranks. Every rank of the group makes each such call.
+  // Groups of some of the ranks. All ranks of the group make these calls.
   const auto subgroup = group.subgroup({1});
   const auto node = group.split(1);  // parts of one rank each
   require(subgroup.size() == 1 && node.size() == 1, "groups of one rank");

@@ -1,5 +1,5 @@
-// Other ways to average gradients, or weights, over processes: hooks that send less, a hook of your
-// own, and ranks that train alone for some steps.
+// Other ways to average gradients or weights over processes: hooks that send less, a hook of your
+// own, and ranks that train on their own for some steps.
 #include <semitone/launch/spawn.h>
 #include <semitone/semitone.h>
 
@@ -27,7 +27,7 @@ torch::nn::Sequential make_model() {
 using Options = parallel::DistributedDataParallelOptions;
 using Parameters = std::vector<torch::Tensor>;
 
-// Trains a model on each rank's own data. Prints the loss of rank 0 at the end.
+// Trains a model on each rank's own data. Prints the first and the last loss of rank 0.
 void train(const std::string& name, const comm::Group& group,
            const std::function<Options(const Parameters&)>& options_for,
            const std::function<void(const Parameters&)>& after_step = {}) {
@@ -83,7 +83,8 @@ void run() {
   train("a hook of your own", group,
         [&](const Parameters&) { return with(std::make_shared<InFloat64>()); });
 
-  // Ranks of a part average their gradients, and all ranks their weights, each 4th step.
+  // After 10 steps, gradients are averaged over a part of the ranks only, and weights over all
+  // ranks in every 4th step.
   const auto part = group.split(1);
   parallel::PeriodicModelAverager averager(group, /*period=*/4, /*warmup_steps=*/10);
   train(
@@ -94,7 +95,7 @@ void run() {
       },
       [&](const Parameters& parameters) { averager.average_parameters(parameters); });
 
-  // A hierarchy: small parts often, all ranks seldom.
+  // A hierarchy: weights are averaged over small parts often, and over larger parts less often.
   parallel::PeriodicModelAverager near(group.split(1), 2);
   parallel::PeriodicModelAverager far(group.split(2), 8);
   train(

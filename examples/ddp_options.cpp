@@ -1,5 +1,5 @@
-// The options of DistributedDataParallel, and what it offers beside forward: layers that a step does
-// not use, batches that are accumulated, and ranks with different numbers of batches.
+// The options of DistributedDataParallel, and its other functions: for layers that a step does not
+// use, accumulated batches, and ranks with different numbers of batches.
 #include <semitone/launch/spawn.h>
 #include <semitone/semitone.h>
 
@@ -51,7 +51,7 @@ void train(const std::string& name, const comm::Group& group,
   backward();  // and this one averages the sums
   optimizer.step();
 
-  // Rank 0 has two batches more. Meanwhile the others take part with zeros.
+  // Rank 0 has two more batches. Meanwhile the other ranks contribute zeros.
   const int batches = group.rank() == 0 ? 4 : 2;
   if (!options.static_graph()) {
     ddp.join(

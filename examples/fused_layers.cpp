@@ -1,5 +1,5 @@
-// Layers and functions that take one pass over memory, in place of several operators, beside those
-// of LibTorch that they replace.
+// Layers and functions that do the work of several operators in one pass over memory, compared with
+// those of LibTorch that they replace.
 #include <semitone/nn.h>
 
 #include <torch/torch.h>
@@ -19,7 +19,7 @@ void compare(const char* name, const torch::Tensor& fused, const torch::Tensor& 
   right = right && fused.sizes() == reference.sizes() && apart < 1e-4;
 }
 
-// The weights of a layer in one of LibTorch's.
+// Copies the weights of a layer to a layer of LibTorch.
 template <typename From, typename To>
 void copy(const From& from, const To& to) {
   const torch::NoGradGuard no_grad;
@@ -58,7 +58,7 @@ int main() {
   const auto images = torch::randn({8, 4, 6, 6}).contiguous(torch::MemoryFormat::ChannelsLast);
   compare("FusedBatchNorm", batch_norm(images), torch::relu(batch_norm_2d(images)));
 
-  // Dense layers: bias, GELU and their gradients take part in one pass.
+  // Dense layers: one pass computes the bias, GELU and their gradients.
   nn::FusedDense dense(64, 16);
   torch::nn::Linear linear(64, 16);
   copy(dense, linear);

@@ -1,5 +1,5 @@
-// Optimizers that do a whole step in one pass over memory: each of them at O2, and what they do
-// with gradients when the program calls them itself.
+// Optimizers that do a whole step in one pass over memory: each of them at O2, and functions for
+// gradients that a program without amp::initialize calls.
 #include <semitone/amp.h>
 #include <semitone/optim.h>
 

@@ -35,7 +35,7 @@ int main() try {
     std::cout << '\n';
   }
 
-  // LibTorch's own, which follows the loss. It changes the rate itself.
+  // A scheduler of LibTorch, which follows the loss. It changes the rate itself.
   torch::optim::SGD optimizer({weight}, 0.1);
   torch::optim::ReduceLROnPlateauScheduler plateau(
       optimizer, torch::optim::ReduceLROnPlateauScheduler::min, /*factor=*/0.1F, /*patience=*/1);

@@ -29,7 +29,7 @@ int main() try {
     if (!overflowed) {
       torch::nn::utils::clip_grad_norm_(optimizer.param_groups()[0].params(), 1.0);
       optimizer.step();
-      masters.write_model();  // rounds them into the model
+      masters.write_model();  // rounds them and copies them to the model
     }
     scaler.update(overflowed);
     (step == 0 ? first : last) = loss.item<double>();

@@ -1,12 +1,12 @@
-// MNIST on several machines, without a launcher: started once on each, the program starts one
-// process for each GPU there. It trains in fp32 first, and then in mixed precision. In PyTorch:
-// python/mnist_distributed.py.
+// MNIST on several machines without a launcher. Start the program once on each machine: it starts
+// one process for each GPU of that machine. It trains in fp32 first, and then in mixed precision.
+// In PyTorch: python/mnist_distributed.py.
 //
 //   mnist_distributed [-n MACHINES] [-g GPUS] [-nr NUMBER] [--epochs N] [--images N] [--data DIR]
 //
-// -g is the number of GPUs of this machine, or of processes if it has none, and -nr the number of
-// this machine, from 0. Several machines also need the address of machine 0, and a port there whose
-// successor is free too, as in
+// -g is the number of GPUs of each machine, or of processes if it has none. -nr is the number of
+// this machine, from 0. Several machines also need the address of machine 0 and a free port there,
+// of which the next port is free too:
 //
 //   MASTER_ADDR=10.0.0.1 MASTER_PORT=8888 mnist_distributed -n 2 -g 4 -nr 0
 #include <semitone/launch/spawn.h>

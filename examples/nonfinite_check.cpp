@@ -1,4 +1,4 @@
-// The operator that made the first inf or NaN, and where it stands in the model. Here the model
+// Finds the operator that made the first inf or NaN, and its place in the model. Here the model
 // divides 0 by 0 in the seventh step.
 #include <semitone/amp.h>
 #include <semitone/report.h>
@@ -25,11 +25,11 @@ int main() try {
   auto mixed =
       amp::initialize(model, optimizer, amp::Options("O1").dtype(torch::kBFloat16).verbosity(0));
 
-  // Operators whose results are inf on purpose can be left out. every(10) would look at each tenth
-  // step only.
+  // Operators whose results are inf on purpose can be left out. every(10) would check only each
+  // tenth step.
   report::NonFiniteCheck check(*model, report::NonFiniteCheckOptions().ignore({"where"}).every(1));
   for (int step = 1; step <= 10 && !check.finding().has_value(); ++step) {
-    if (step > 1) check.next_step();  // forgets the finding of the step before
+    if (step > 1) check.next_step();  // clears the finding of the previous step
     const auto x = step == 7 ? torch::zeros({4, 16}) : torch::randn({4, 16});
     optimizer.zero_grad();
     const auto loss = mixed.forward(model, x).square().mean();
@@ -39,7 +39,7 @@ int main() try {
 
   const auto finding = check.finding();
   try {
-    check.throw_if_found();  // ends a training that does not catch it
+    check.throw_if_found();  // throws; ends the training unless caught
   } catch (const report::NonFiniteError& error) {
     std::cout << error.what() << '\n';
   }

@@ -1,5 +1,5 @@
-// A model at an opt level that is not only called by its forward: another method, one of its
-// layers, or a part of the program that computes with it.
+// A model at an opt level that is called in other ways than by its forward: by another method, by
+// one of its layers, or in code of the program that computes with it.
 #include <semitone/amp.h>
 
 #include <torch/torch.h>

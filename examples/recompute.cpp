@@ -1,5 +1,5 @@
-// Less memory for more computation: layers whose activations the backward pass computes again, and
-// the loss of a large vocabulary without its logits in memory.
+// Saves memory at the cost of computation: the backward pass recomputes activations (activation
+// checkpointing), and the loss of a large vocabulary does not keep its logits.
 #include <semitone/amp.h>
 #include <semitone/nn.h>
 #include <semitone/recompute/checkpoint.h>

@@ -1,6 +1,6 @@
-// A model at O2 in files of LibTorch: its weights in fp32, although it computes in 16 bits, and the
-// state of its training. python_weights.cpp writes files for Python, checkpoint_resume.cpp saves a
-// whole run.
+// Saves a model at O2 in files of LibTorch: its weights in fp32, although it computes in 16 bits,
+// and the state of its training. python_weights.cpp writes files for Python, and
+// checkpoint_resume.cpp saves a whole run.
 #include <semitone/amp.h>
 
 #include <torch/torch.h>
@@ -37,7 +37,7 @@ int main() try {
   }
   torch::load(in_scope, file);
 
-  mixed.load_model(model, file);  // the other way round: model and masters
+  mixed.load_model(model, file);  // loads both the model and the masters
 
   // What a resumed training needs besides: loss scales and masters, bit for bit.
   torch::serialize::OutputArchive state;

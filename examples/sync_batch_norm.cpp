@@ -33,12 +33,12 @@ void run() {
   const auto difference =
       (output.cpu() - expected.narrow(0, group.rank() * rows, rows)).abs().max().item<double>();
 
-  // A group for each rank, as of one machine: its statistics are those of its own rows.
+  // Statistics of a part of the ranks, as of one machine. Here each part is one rank.
   parallel::SyncBatchNorm alone(nn::FusedBatchNormOptions(4), group.split(1));
   torch::nn::BatchNorm2d reference(4);
   const bool own = alone(share(whole).cpu()).allclose(reference(share(whole).cpu()), 1e-4, 1e-5);
 
-  // In an existing model: every BatchNorm layer becomes a synchronised one.
+  // Converts every BatchNorm layer of an existing model.
   torch::nn::Sequential model(torch::nn::Conv2d(4, 4, 3), torch::nn::BatchNorm2d(4));
   const auto converted = parallel::convert_sync_batchnorm(*model, group);
   if (group.rank() == 0) {

@@ -1,5 +1,6 @@
-// Makes the inputs of torchscript_finetune where there is no Python: DIR/resnet18.pt, a TorchScript
-// ResNet-18 that has learned the digits 0 to 4, and DIR/images, a folder of pictures of the others.
+// Makes the inputs of torchscript_finetune without Python: DIR/resnet18.pt, a TorchScript ResNet-18
+// that has been trained on the digits 0 to 4, and DIR/images, a folder of images of the digits 5 to
+// 9.
 //
 //   torchscript_resnet DIR [DATA_DIR]
 //

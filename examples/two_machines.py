@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs an example that starts its own processes as on two machines, with one process on each, and as on one machine with two:
-both must print the same.
+"""Runs an example that starts its own processes twice: as on two machines with one process each, and as on one machine with two
+processes. Both runs must print the same.
 
     two_machines.py PROGRAM [ARGUMENTS...]
 """
@@ -12,7 +12,7 @@ import sys
 
 
 def free_port():
-    """A port of this machine, of which the next is free too. Both are below those that Linux gives to connections."""
+    """Returns a free port whose successor is free too. Both are below the ports that Linux gives to outgoing connections."""
     while True:
         port = random.randrange(20_000, 32_767)
         try:
@@ -27,7 +27,7 @@ def start(*flags, **variables):
 
 
 def results(*programs):
-    """What they print; ends this program if one of them fails."""
+    """Returns what the programs print; ends this program if one of them fails."""
     try:
         outputs = [program.communicate(timeout=240)[0] for program in programs]
     finally:

@@ -26,7 +26,7 @@ int main() try {
   }
   std::cout << what_if.to_string();
 
-  // Part of the arguments of the first layer's product that would be inf in fp16, and in bf16.
+  // The fraction of the first layer's arguments that would be inf in fp16 and in bf16.
   const auto rows = what_if.rows();
   const auto first = std::ranges::find_if(
       rows, [](const auto& row) { return row.layer == "first" && !row.backward; });

@@ -1,5 +1,5 @@
-// Optimizer state that is divided over the processes (ZeRO, stage 1): each rank steps its share of
-// the parameters, and sends them to the others.
+// Optimizer state that is sharded over the processes (ZeRO, stage 1): each rank steps its share of
+// the parameters, and sends the results to the other ranks.
 #include <semitone/launch/spawn.h>
 #include <semitone/semitone.h>
 

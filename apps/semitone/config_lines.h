@@ -13,11 +13,11 @@ struct ConfigLine {
   std::string value;  // without its quotes; "true" if the line is a name alone
 };
 
-// Reads the lines NAME = VALUE and NAME, and comments: lines that begin with # or ;, and what follows a
-// # after a space. A value is a word, or any text in single or double quotes, in which a backslash is
-// an ordinary character. Names may follow the line [SECTION], or have the form SECTION.NAME. Throws
-// UsageError of the component, with the number of the line, for anything else: other sections, lists,
-// several words, control characters.
+// Reads lines of the forms NAME = VALUE and NAME, and comments. A comment is a line that begins
+// with # or ;, or what follows a # after a space. A value is a word, or any text in single or
+// double quotes, in which a backslash is an ordinary character. Names may follow the line
+// [SECTION], or have the form SECTION.NAME. Throws UsageError of the component, with the number of
+// the line, for anything else: other sections, lists, several words, control characters.
 // @param section  the command: "train"
 // @param where    the file, for messages
 std::vector<ConfigLine> parse_config(std::string_view text, std::string_view section,

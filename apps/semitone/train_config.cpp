@@ -25,7 +25,7 @@ namespace {
 const std::set<std::string_view> kOfTheStart{"log-dir",   "log-every", "master-addr", "master-port",
                                              "node-rank", "nodes",     "nproc",       "quiet"};
 
-// All flags with long paths have a tenth of it.
+// In bytes. All flags, with long paths, take a tenth of it.
 constexpr std::size_t kMaxConfig = std::size_t{1} << 16;
 
 std::string read_config(const std::string& path) {
@@ -36,7 +36,7 @@ std::string read_config(const std::string& path) {
   if (!file) throw FileError(kTrain, expected, reason_of(errno));
   if (std::filesystem::is_directory(path, ignored))
     throw FileError(kTrain, expected, reason_of(EISDIR));
-  // No more, since a device or a pipe may have no end.
+  // Reads no more than the limit, since a device or a pipe may have no end.
   std::string text(kMaxConfig + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (file.bad()) throw FileError(kTrain, expected, reason_of(errno));
@@ -92,7 +92,7 @@ void apply_config(CLI::App& command, const std::string& path) {
       throw UsageError(kTrain, fmt::format("each flag once in '{}'", path),
                        fmt::format("'{}' twice", name));
     }
-    // The command line counts.
+    // The command line overrides the file.
     if (!given.contains(option.get_name())) set_flag(option, name, value, path);
   }
 }

@@ -9,8 +9,9 @@
 // dashes, at the beginning or in a section [train].
 namespace semitone::cli {
 
-// Sets the flags that the file has and the command line has not. FileError for a file that cannot be
-// read or has more than 64 KiB, UsageError for what is no flag, occurs twice or has an invalid value.
+// Sets the flags that the file has and the command line has not. FileError for a file that cannot
+// be read or has more than 64 KiB, UsageError for what is no flag, occurs twice or has an invalid
+// value.
 void apply_config(CLI::App& command, const std::string& path);
 
 // Returns such a file with the values of all flags that have one. Those that are defaults are

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ../mnist_distributed.cpp does, in PyTorch. Mixed precision is torch.autocast: Apex's O2 exists no more.
+"""The program ../mnist_distributed.cpp in PyTorch. Mixed precision is torch.autocast, since Apex has removed O2.
 
     mnist_distributed.py [-n MACHINES] [-g GPUS] [-nr NUMBER] [--epochs N] [--images N] [--data DIR]
     MASTER_ADDR=10.0.0.1 MASTER_PORT=8888 mnist_distributed.py -n 2 -g 4 -nr 0

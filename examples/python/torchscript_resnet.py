@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ../torchscript_resnet.cpp does, in PyTorch. The files are inputs of ../torchscript_finetune.cpp as well.
+"""The program ../torchscript_resnet.cpp in PyTorch. ../torchscript_finetune.cpp can read its files as well.
 
     torchscript_resnet.py DIR [DATA_DIR]
 

@@ -32,8 +32,9 @@ const parallel::ZeroRedundancyOptimizer* sharded(const torch::optim::Optimizer& 
   return zero != nullptr && zero->group().size() > 1 ? zero : nullptr;
 }
 
-// Each rank saves its share of a sharded optimizer. All files have the options of all groups, and each
-// has the state of some of the parameters. Any optimizer can be loaded from them, one after another.
+// Each rank saves its share of a sharded optimizer. All files have the options of all groups, and
+// each has the state of some of the parameters. Any optimizer can be loaded from them, one after
+// another.
 class OptimizerEntry final : public Entry {
  public:
   OptimizerEntry(std::string name, torch::optim::Optimizer& optimizer)

@@ -19,7 +19,7 @@ void omp_set_num_threads(int threads);
 // runtime, as with clang and -fopenmp.
 #if AT_PARALLEL_OPENMP && (!defined(_OPENMP) || defined(__clang__))
 #define SEMITONE_CALLS_OPENMP 1
-// What GCC calls for a parallel region; 0 threads: as many as omp_set_num_threads says.
+// The function that GCC calls for a parallel region. With 0 threads, omp_set_num_threads decides.
 // NOLINTNEXTLINE(readability-identifier-naming)
 extern "C" void GOMP_parallel(void (*region)(void*), void* data, unsigned threads, unsigned flags);
 #else

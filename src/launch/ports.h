@@ -8,8 +8,8 @@
 // Where launchers and rank 0 listen.
 namespace semitone::launch {
 
-// Listens at an endpoint, if its host is this machine (otherwise the error is EADDRNOTAVAIL): at each
-// of the addresses that its name has here, and at no other.
+// Listens at an endpoint, if its host is this machine (otherwise the error is EADDRNOTAVAIL): at
+// each of the addresses that its name has here, and at no other.
 net::Result<std::vector<Descriptor>> listen_at(const Endpoint& endpoint);
 
 // A port on which nothing listens, and which the system does not assign to connections.

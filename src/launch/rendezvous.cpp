@@ -125,9 +125,9 @@ net::Result<Descriptor> Rendezvous::host_at_endpoint() {
   return {};
 }
 
-// A loopback address, or localhost, says that all launchers are on this machine. A machine's name
-// does not: Debian gives a machine's own name the address 127.0.1.1 in /etc/hosts, and the other
-// nodes would look for node 0 in vain.
+// A loopback address, or localhost, means that all launchers run on this machine. A machine's name
+// does not: Debian gives a machine's own name the address 127.0.1.1 in /etc/hosts, at which the
+// other nodes could not reach node 0.
 void Rendezvous::require_reachable(const std::vector<Descriptor>& listeners) const {
   const auto addresses = addresses_of(listeners);
   const bool is_meant = endpoint_.host == "localhost" || net::is_numerical(endpoint_.host);

@@ -67,10 +67,10 @@ struct Interface {
 // All of them, IPv4 before IPv6.
 std::vector<Interface> interfaces();
 
-// Whether an address belongs to one of this machine's interfaces. The list of interfaces tells: if
-// net.ipv4.ip_nonlocal_bind is set, as on hosts that take over each other's addresses, binding
-// succeeds for foreign addresses too. Without a list, every address may be this machine's, and the
-// system decides when it is used.
+// Whether an address belongs to one of this machine's interfaces. The list of interfaces decides,
+// and not an attempt to bind: if net.ipv4.ip_nonlocal_bind is set, as on hosts that take over each
+// other's addresses, binding succeeds for foreign addresses too. If there is no list, every address
+// counts as local, and the system refuses a foreign one when it is used.
 enum class AddressKind { local, loopback, wildcard, remote };
 
 // The kind of a numerical address.

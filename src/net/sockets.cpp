@@ -88,7 +88,7 @@ Result<std::vector<Descriptor>> listen_on_own(const Address& address) {
   for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
     const std::string host = to_address(each->ai_addr).host;
     if (kind_of(host, own) == AddressKind::remote) continue;
-    // The lists of names in /etc/hosts, and getaddrinfo, may have an address twice.
+    // getaddrinfo may return an address twice, for example if /etc/hosts lists it twice.
     const auto has_host = [&](const Descriptor& socket) { return address_of(socket).host == host; };
     if (std::any_of(listeners.begin(), listeners.end(), has_host)) continue;
     Descriptor socket = open_socket(each->ai_family);

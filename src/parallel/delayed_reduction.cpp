@@ -39,8 +39,9 @@ class DelayedReduction final : public Reduction {
     torch::autograd::Engine::get_default_engine().queue_callback([this] { reduce(true); });
   }
 
-  // Further backward passes, of the same forward or of the model's own, are reduced too. What
-  // earlier ones have left is equal on all ranks, so that another mean does not change it.
+  // Further backward passes, of the same forward or of the model's own, are reduced too. Gradients
+  // that earlier passes have reduced are equal on all ranks, so averaging them again does not
+  // change them.
   bool finished() override { return true; }
 
   bool forget_backward() override { return !sent_; }

@@ -397,8 +397,8 @@ void ReplicaSync::Impl::forget_failed_backward() {
   repeats_step = true;
 }
 
-// Checks before a backward pass to which no ddp.forward() belongs what that would have checked. It
-// may also be another pass of the same forward.
+// Makes the checks of ddp.forward() before a backward pass without one. The pass may also be a
+// further one of the same ddp.forward().
 void ReplicaSync::Impl::check_own_forward() {
   refuse_capture();
   require_unchanged();
@@ -420,7 +420,7 @@ void ReplicaSync::Impl::begin_backward_again() {
                 "repeat the step from ddp.forward() on; with delay_allreduce(true), backward alone "
                 "may be repeated");
   }
-  // An earlier pass of the same step may have been reduced, which nothing shows here.
+  // An earlier pass of the same step may already have been reduced, which cannot be detected here.
   if (!forward_called) {
     throw Error(
         kDdp, "steps that are repeated with ddp.forward()",

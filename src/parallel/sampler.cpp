@@ -192,7 +192,7 @@ std::vector<std::size_t> DistributedSampler::indices_after(std::size_t consumed,
   return indices;
 }
 
-// Once for each pass, and not if the epoch has been set since the pass began.
+// Advances the epoch once for each pass, but not if the epoch has been set since the pass began.
 void DistributedSampler::end_pass() {
   if (options_.advance_epoch() && epoch_->settings == pass_.settings && epoch_->next == pass_.next)
     ++epoch_->next;

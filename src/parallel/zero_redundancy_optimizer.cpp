@@ -308,8 +308,8 @@ void ZeroRedundancyOptimizer::add_param_group(const torch::optim::OptimizerParam
   param_groups_.back().set_options(alone->param_groups()[0].options().clone());
 }
 
-// An optimizer with the options of these groups, which LibTorch 2.15 would mix with its defaults, and
-// without the state that some classes make in their constructor.
+// An optimizer with the options of these groups, which LibTorch 2.15 would mix with its defaults,
+// and without the state that some classes make in their constructor.
 OptimizerPtr ZeroRedundancyOptimizer::make_with_options(const ParamGroups& groups) const {
   OptimizerPtr optimizer = make(make_optimizer_, groups);
   optimizer->state().clear();

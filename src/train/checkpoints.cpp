@@ -90,8 +90,9 @@ bool is_same_directory(const fs::path& one, const fs::path& other) {
   return fs::equivalent(one, other, ignored);
 }
 
-// The options that an optimizer has in this run. The saved run may have had another eps, that of its
-// level: see make_optimizer. The rate is set before each step, and all other options are equal.
+// Keeps the options that an optimizer has in this run. The saved run may have had a different eps,
+// that of its level: see make_optimizer. The learning rate is set before each step, and all other
+// options are equal.
 class OwnOptions {
  public:
   explicit OwnOptions(torch::optim::Optimizer& optimizer) : groups_(optimizer.param_groups()) {

@@ -57,8 +57,8 @@ class Checkpoints {
   std::optional<std::filesystem::path> resume();
 
   // Loads the newest checkpoint of the options' directory that this training has saved there or
-  // resumed from, with its position, and returns its step. Returns std::nullopt if there is none. The
-  // optimizer keeps this run's options. FileError as resume().
+  // resumed from, with its position, and returns its step. Returns std::nullopt if there is none.
+  // The optimizer keeps the options of this run. FileError as resume().
   std::optional<std::int64_t> roll_back();
 
   // FileError if the options' directory could not be written now. Changes nothing.

@@ -14,8 +14,8 @@
 namespace semitone::train {
 
 // Watches the losses of a training for spikes, and does what TrainOptions::on_spike says, on all
-// processes alike. Does nothing if TrainOptions::divergence_guard has no limit. A rollback is left
-// to the caller, who gets a DivergedError.
+// processes alike. Does nothing if TrainOptions::divergence_guard has no limit. For a rollback it
+// throws DivergedError, and the caller rolls back.
 class LossWatch {
  public:
   // The options, the model and the MixedPrecision must outlive it. Error for a guard's options out
@@ -35,14 +35,15 @@ class LossWatch {
   // @param step  the number of the step in the training, from 1
   bool leaves_out(const at::Tensor& loss, std::int64_t step, Observer& observer);
 
-  // Called after the optimizer's step, unless the batch was left out. DivergedError on all processes.
+  // Called after the optimizer's step, unless the batch was left out. DivergedError on all
+  // processes.
   void after_step(const at::Tensor& loss, amp::Step outcome, std::int64_t step, Observer& observer);
 
   // Whether a checkpoint has to wait, since losses are spikes and the training rolls back to
   // checkpoints. The same on all processes.
   bool delays_checkpoints() const;
 
-  // Of this process, without those of the run that it resumed.
+  // Returns the spikes since the start of this process, without those of a run that it resumed.
   std::int64_t spikes() const { return spikes_; }
 
  private:
@@ -53,7 +54,8 @@ class LossWatch {
   amp::MixedPrecision& mixed_;
   amp::DivergenceGuard guard_;
   std::int64_t spikes_ = 0;
-  // Running statistics, which forward updates, and what they were before it. Only to skip batches.
+  // Running statistics, which forward updates, and their values before it. Empty unless batches are
+  // skipped.
   std::vector<at::Tensor> buffers_;
   std::vector<at::Tensor> earlier_;
 };

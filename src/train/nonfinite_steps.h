@@ -25,8 +25,8 @@ class NonFiniteSteps {
   // it: others may have received its values. If a check itself failed, all ranks throw an Error.
   void after_step(bool was_skipped, Observer& observer);
 
-  // Every rank may call it between two steps: the next step has this number. What was found in a
-  // step that has no end is forgotten.
+  // Sets the number of the next step. Every rank may call it between two steps. Findings of a step
+  // that was not completed are dropped.
   void continue_at(std::int64_t step);
 
  private:

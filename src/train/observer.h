@@ -64,8 +64,8 @@ struct LossSpike {
   double loss_scale;  // after it
 };
 
-// Event: the training had diverged, and has loaded a checkpoint (OnSpike::rollback). It goes on with
-// the next batch.
+// Event: the training had diverged, and has loaded a checkpoint (OnSpike::rollback). It goes on
+// with the next batch.
 struct RolledBack {
   std::int64_t step;   // the one that diverged, in the training, from 1
   std::int64_t saved;  // the step of the checkpoint

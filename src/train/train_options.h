@@ -85,8 +85,8 @@ class TrainOptions {
   TORCH_ARG(amp::DivergenceGuardOptions, divergence_guard);
   // What to do about a spike. Needs one of the two limits; OnSpike::lower_scale also a dynamic loss
   // scale, and OnSpike::rollback a checkpoint_dir and save_every. The training then rolls back at
-  // most divergence_guard().max_rollbacks() times, and does not save while losses are spikes, except
-  // at its end.
+  // most divergence_guard().max_rollbacks() times, and does not save while losses are spikes,
+  // except at its end.
   TORCH_ARG(OnSpike, on_spike) = OnSpike::none;
 
   // Look for the operator that makes the first inf or NaN of a step (report::NonFiniteCheck). If the

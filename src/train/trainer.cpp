@@ -204,8 +204,8 @@ class Run {
     train_seconds_ = seconds_since(begin);
   }
 
-  // Calls a part of a step. If it finds, as all processes do, that the training has diverged, rolls
-  // back and returns false; throws if there is no rollback.
+  // Runs a part of a step. If it throws DivergedError, which it does on all processes, rolls back
+  // and returns false. Throws again if there is no rollback.
   // @param number  of the step, from 1
   template <typename Act>
   bool unless_rolled_back(std::int64_t number, NonFiniteSteps& nonfinite, const Act& act) {
@@ -219,7 +219,7 @@ class Run {
     return false;
   }
 
-  // Loads the newest checkpoint, but leaves the position behind the step: with the same batches the
+  // Loads the newest checkpoint, but continues after this step, since with the same batches the
   // training would diverge again. If that is impossible, logs why, and returns false.
   bool roll_back(std::int64_t number, const DivergedError& error) {
     const auto refuse = [this](const std::string& reason) {
@@ -242,7 +242,7 @@ class Run {
     return true;
   }
 
-  // From 0, of a step from 1.
+  // Returns the epoch, from 0, of a step, from 1.
   std::int64_t epoch_of(std::int64_t number) const { return (number - 1) / count_.batches; }
 
   Batch read(const at::Tensor& indices) const {
@@ -392,7 +392,7 @@ class Run {
   StepMeter meter_;
   double epoch_seconds_ = 0;
   double train_seconds_ = 0;
-  bool must_save_ = false;  // once losses are no spikes any more
+  bool must_save_ = false;  // a checkpoint is due, and waits while losses are spikes
   std::int64_t rollbacks_ = 0;
   int stop_signal_ = 0;
 };

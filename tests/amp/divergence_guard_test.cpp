@@ -136,7 +136,7 @@ TEST(DivergenceGuard, CountsTheSkippedStepsOfInspectedLosses) {
   for (int round = 0; round < 2; ++round) {
     EXPECT_EQ(step(Step::stepped), Observed::normal);
     EXPECT_EQ(step(Step::skipped), Observed::skipped);
-    // A batch that is left out has no step, and is none in between.
+    // A batch that is left out has no step, so it does not end a series of skipped steps.
     EXPECT_EQ(guard.inspect(loss_of(std::nan(""))), Observed::spike);
     EXPECT_EQ(step(Step::skipped), Observed::skipped);
   }
@@ -311,7 +311,7 @@ TEST(DivergenceGuard, RefusesOptionsOutOfRangeAndOtherLosses) {
   EXPECT_TRUE(std::isnan(guard.mean_loss()));
 }
 
-// A training that leaves out batches, on every level.
+// A training that leaves out batches, at every opt level.
 struct Inspected {
   explicit Inspected(const Options& options)
       : optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9)),
@@ -438,7 +438,7 @@ TEST(DivergenceGuard, AGradScalerTrainsOnWithoutTheBatchesThatAreLeftOut) {
   EXPECT_EQ(scaler.scaler().state().growth_tracker, 7);
 }
 
-// The losses of a captured step come with the step: its scale can be lowered after it.
+// A captured step returns its loss after the step, so only the scale of the next step can change.
 TEST(DivergenceGuard, ASpikeMayLowerTheLossScale) {
   torch::manual_seed(1);
   test::ToyNet net;

@@ -361,7 +361,7 @@ TEST_F(SpikesOfTheLoss, LowerTheLossScale) {
   EXPECT_THAT(finished.err, ContainsRegex("loss spike in step .*; scale [0-9]+\n"));
 }
 
-// The first step ruins the weights, which are finite: so is every checkpoint.
+// The first step ruins the weights but leaves them finite. Every checkpoint has such weights.
 TEST_F(CliTest, ATrainingThatStaysDivergedRollsBackAFewTimesAndEndsWithCode3) {
   const auto run = (folder_ / "run").string();
   const ProcessResult finished =

@@ -304,7 +304,7 @@ TEST_F(TrainConfig, RefusesWhatIsNoFlagOrNoValue) {
   expect("lr =\n", "expected a value for 'lr' in line 1 of '");
   expect("lr = 0.5#a\n", "expected one value for 'lr'");
   expect("data = my data\n", "got 'my data' — a value that is more than a word needs quotes");
-  // None of it may get lost.
+  // No part of the value may be lost.
   expect("data = \"my data\"s\n", "expected one value for 'data'");
   expect("data = \"my data\n", "expected one value for 'data'");
   expect("data = \"my\x1b[1mdata\"\n", "expected no control characters in line 1 of '");

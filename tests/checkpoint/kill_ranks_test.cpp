@@ -78,7 +78,7 @@ void append(const fs::path& file, pid_t process) {
   std::ofstream(file, std::ios::app) << std::to_string(process) + "\n";
 }
 
-// Notes this process, and which processes of the attempt before are left.
+// Records this process, and which processes of the previous attempt are left.
 void check_in(const fs::path& folder, int attempt) {
   append(processes_of(folder, attempt), ::getpid());
   for (const pid_t process : semitone::test::ids_in(processes_of(folder, attempt - 1))) {

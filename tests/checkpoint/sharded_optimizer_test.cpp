@@ -45,8 +45,8 @@ Factory adamw() {
   };
 }
 
-// Of LibTorch: one that makes its state in the first step, and one that makes it in its constructor.
-// Of Semitone: one whose load() checks and replaces all.
+// Of LibTorch: one that makes its state in the first step, and one that makes it in its
+// constructor. Of Semitone: one whose load() checks and replaces all.
 std::vector<std::pair<std::string, Factory>> factories() {
   return {
       {"AdamW", adamw()},
@@ -106,9 +106,9 @@ std::vector<at::Tensor> undisturbed(const Factory& make) {
   return run.parameters;
 }
 
-// Those of a training that goes on from a checkpoint of step 3.
+// The parameters of a training that continues from a checkpoint of step 3.
 std::vector<at::Tensor> continued(Training run, const fs::path& folder, const comm::Group& group) {
-  run.train_to(1);  // what is loaded replaces this state
+  run.train_to(1);  // the loaded state replaces this one
   EXPECT_EQ(run.checkpoint(folder, group).resume(), 3);
   EXPECT_EQ(run.step, 3);
   run.train_to(6);

@@ -189,7 +189,7 @@ at::Tensor channel_of(const at::Tensor& tensor, std::int64_t channel) {
   return tensor.slice(0, channel * kChannel, (channel + 1) * kChannel);
 }
 
-// What the means of all elements of a channel are compared with.
+// The values with which the means of all elements of a channel are compared.
 struct Channel {
   explicit Channel(std::int64_t channel) {
     const at::Tensor first = channel_of(quantized_gradient("different channels", 0), channel);

@@ -94,7 +94,8 @@ void config(std::string_view input) {
   for (const Words& command_line : {Words{"train"}, Words{"--lr=0.5", "train"}}) {
     program->parse(command_line);
     if (!program->apply(input)) continue;
-    // What is written for a file can be read, and says the same. All values of a file can be written.
+    // What is written for a file can be read back, with the same values. All values of a file can
+    // be written.
     const std::string text = cli::config_text(program->command());
     program->parse({"train"});
     require(program->apply(text), "a file that was written to be accepted");

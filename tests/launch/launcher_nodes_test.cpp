@@ -277,7 +277,7 @@ TEST_F(Nodes, MeetAtTheAddressesOfANameAndNoOthers) {
   EXPECT_EQ(environment_of("1")["MASTER_ADDR"], "node0");
 }
 
-// As Debian gives a machine's own name, for which other machines have another address.
+// Debian gives a machine's own name such an address, and other machines have another one for it.
 TEST_F(Nodes, ANameThatOnlyNodeZeroCanReachIsAnError) {
   const test::HostName name("node0", {"127.0.1.1"});
   const auto endpoint = "node0:" + std::to_string(port_);

@@ -1,5 +1,5 @@
-// A data-parallel training that goes on with whatever number of processes its launcher starts, for
-// elastic_test. It notes which images each step takes.
+// A data-parallel training that continues with any number of processes that its launcher starts,
+// for elastic_test. It records which images each step takes.
 //
 //   elastic_program FOLDER
 #include "semitone/checkpoint.h"
@@ -38,7 +38,7 @@ int this_attempt() {
   return number == nullptr ? 0 : std::stoi(number);
 }
 
-// Until the test allows more steps, or a launcher stops this process.
+// Waits until the test allows more steps, or a launcher stops this process.
 void wait_for_permission(const fs::path& folder, std::int64_t steps) {
   const auto allowed = [&] {
     std::int64_t number = 0;

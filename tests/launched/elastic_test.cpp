@@ -1,4 +1,4 @@
-// A training on nodes that come and go: `semitone launch` with its processes, whose program resumes
+// A training on nodes that join and leave: `semitone launch` starts its processes, which resume
 // from checkpoints. Each test controls how far elastic_program trains before the next node is lost
 // or joins, so that the world size changes within an epoch.
 #include "src/launch/ports.h"
@@ -110,8 +110,8 @@ class Training {
     return all;
   }
 
-  // The steps of which the weights at the end are made: what an attempt did after the checkpoint
-  // from which the next one went on is lost, and repeated.
+  // The steps that count for the final weights. The steps of an attempt after the checkpoint from
+  // which the next attempt continues are lost, and repeated.
   History history(int attempts) const {
     History steps;
     for (int attempt = 0; attempt < attempts; ++attempt) {
@@ -196,8 +196,8 @@ TEST_F(ElasticTraining, TakesEachImageOnceInAnEpochWhileNodesComeAndGo) {
   EXPECT_TRUE(no_process_is_left());
   EXPECT_TRUE(run.starts(4).empty());
 
-  // Attempts 1 and 3 go on from where a node that joined stopped the others, which saved. Attempt 2
-  // goes on from the last checkpoint before the loss, and repeats steps 7 and 8.
+  // Attempts 1 and 3 continue from the checkpoint that the ranks saved when a node joined. Attempt
+  // 2 continues from the last checkpoint before the loss of a node, and repeats steps 7 and 8.
   EXPECT_EQ(run.starts(0).front().step, 0);
   EXPECT_EQ(run.starts(1).front().step, 1);
   EXPECT_EQ(run.starts(2).front().step, 6);

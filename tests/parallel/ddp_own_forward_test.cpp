@@ -46,7 +46,7 @@ Batch share_of(int step, const Rank& rank) {
   return batch_of(100 + step, 8).rows(4 * rank.number(), 4 * rank.number() + 4);
 }
 
-// A function of a program, which knows nothing of other ranks.
+// A function of a program that does not know of other ranks.
 at::Tensor loss_of(Net& model, const Batch& batch) {
   return sum_of_squares(model->forward(batch.data), batch.target);
 }
@@ -149,7 +149,7 @@ TEST(OwnForward, AccumulatesInTheScopeOfNoSync) {
       const Batch rows = share_of(step, rank);
       {
         const auto local = ddp.no_sync();
-        // In other numbers on each rank: nothing is communicated.
+        // A different number on each rank, since nothing is communicated.
         for (int row = 0; row <= rank.number(); ++row)
           loss_of(model, rows.rows(row, row + 1)).backward();
         const auto others = group.all_gather(model->second->bias.grad());

@@ -262,7 +262,7 @@ TEST(DistributedSampler, AdvancesTheEpochAfterAPassThatEndsEarly) {
   sampler.reset();
   EXPECT_EQ(rest_of(sampler), share_in(1));
   EXPECT_EQ(sampler.epoch(), 2U);
-  // What is set counts, and the epoch advances from there.
+  // set_epoch takes effect, and the epoch advances from there.
   sampler.set_epoch(7);
   for (const std::size_t epoch : {7U, 8U}) {
     sampler.reset();

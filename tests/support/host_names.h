@@ -5,8 +5,8 @@
 
 namespace semitone::test {
 
-// Gives a host's name these numerical addresses, in this order and no others, during its lifetime. For
-// programs that contain host_names.cpp, which replaces the C library's getaddrinfo.
+// Gives a host's name these numerical addresses, in this order and no others, during its lifetime.
+// For programs that contain host_names.cpp, which replaces the C library's getaddrinfo.
 class HostName {
  public:
   HostName(std::string name, std::vector<std::string> addresses);

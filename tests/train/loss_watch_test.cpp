@@ -92,7 +92,7 @@ TrainOptions options_with(OnSpike action, OptLevel level = OptLevel::O0,
   return options_for(level, dtype).max_steps(40).divergence_guard(limit()).on_spike(action);
 }
 
-TEST(LossSpikes, AreToldAndChangeNothing) {
+TEST(LossSpikes, AreReportedAndChangeNothing) {
   Watcher plain;
   Watcher watched;
   train_classifier(spiky_net({20, 30}), data(),
@@ -127,7 +127,7 @@ TEST_P(LossSpikesAtEveryLevel, AreSkippedAndTheModelStaysAsItWas) {
       EXPECT_EQ(watcher.scales[step], watcher.scales[step - 1]) << step;
     }
     EXPECT_FALSE(watcher.bits[22] == watcher.bits[21]);
-    EXPECT_LT(result.train_loss, 5);  // without those of the spikes
+    EXPECT_LT(result.train_loss, 5);  // the mean without the spikes
     EXPECT_TRUE(std::isfinite(result.test_loss));
   }
 }
@@ -283,7 +283,7 @@ TEST_F(RollingBack, NeedsACheckpoint) {
   EXPECT_THAT(log.text(), HasSubstr("no rollback: no checkpoint yet in '" + run_.string() + "'"));
 }
 
-// The mean loss of the second epoch has no steps of the first.
+// The mean loss of the second epoch contains no steps of the first.
 TEST_F(RollingBack, MayCrossTheEndOfAnEpoch) {
   Watcher watcher;
   const auto only_nan = limit().max_loss_ratio(1000);

@@ -11,8 +11,8 @@
 
 namespace semitone::train {
 
-// DropNet, whose loss is a spike in some steps of its training, counted from 1. If the loss is
-// finite, these steps have gradients of 0; if it is NaN, they are NaN.
+// A DropNet whose loss is a spike in some steps of its training, counted from 1. The gradients of
+// these steps are 0 if the loss is finite, and NaN if it is NaN.
 struct SpikyNetImpl : torch::nn::Module {
   // @param factor  a large negative number, which makes the least likely class the likeliest, or NaN
   SpikyNetImpl(std::set<std::int64_t> bad_steps_, double factor_)

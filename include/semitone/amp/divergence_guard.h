@@ -121,14 +121,15 @@ class DivergenceGuard {
   ///   gradients that were never reduced;
   /// - with DistributedDataParallelOptions::find_unused_parameters, which may send the gradients of
   ///   unused parameters before backward;
-  /// - on a GPU, if speed matters. inspect() waits for the loss. Before backward, the GPU would then
-  ///   be idle until the host has launched the backward pass.
+  /// - on a GPU, if speed matters. inspect() waits for the loss. Before backward, the GPU would be
+  ///   idle until the host has launched the backward pass.
   ///
   /// In a data-parallel training DivergenceGuardOptions::agree must be set. Otherwise ranks would
   /// leave out different batches, and wait for each other. A CapturedStep computes the loss and
   /// takes the step in one call, so it cannot leave out a batch: use observe(loss, step) with it.
   ///
-  /// Reads the loss, which waits for its device. Error if the loss is not one floating-point element.
+  /// Reads the loss, which waits for its device. Error if the loss is not one floating-point
+  /// element.
   /// @param loss  the unscaled loss
   Observed inspect(const at::Tensor& loss);
 

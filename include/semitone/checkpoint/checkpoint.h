@@ -108,11 +108,12 @@ class Checkpoint {
   /// writes into the memory of the model's tensors.
   Checkpoint& add(const std::string& name, const amp::Model& model);
 
-  /// Adds an optimizer of any class. Of a ZeroRedundancyOptimizer, each rank saves its share: the
-  /// group must have all of its ranks, else Error. It can be resumed with any number of ranks, as the
-  /// unsharded optimizer, and from the unsharded optimizer. resume() converts 16-bit state that a run
-  /// at O3 has saved to fp32 where the parameters are fp32. Semitone's optimizers choose the dtype of
-  /// their state themselves (optim/fused_optimizer.h).
+  /// Adds an optimizer of any class. Each rank saves its share of a ZeroRedundancyOptimizer; Error
+  /// unless the checkpoint's group has all of the optimizer's ranks. Any number of ranks can resume
+  /// from these shares, and so can the unsharded optimizer. A ZeroRedundancyOptimizer can also
+  /// resume from the unsharded optimizer. resume() converts 16-bit state that a run at O3 has saved
+  /// to fp32 where the parameters are fp32. Semitone's optimizers choose the dtype of their state
+  /// themselves (optim/fused_optimizer.h).
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer);
 
   /// Adds the state of amp::initialize. At the opt level and dtype that were saved, resume()

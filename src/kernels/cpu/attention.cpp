@@ -85,7 +85,7 @@ HWY_INLINE float largest_of(const float* from, std::size_t size) {
   std::size_t i = 0;
   for (; i + hn::Lanes(d) <= size; i += hn::Lanes(d))
     largest = hn::Max(hn::LoadU(d, from + i), largest);
-  // Of infinities only, Highway's target EMU128 returns the lowest finite number.
+  // If all lanes are -inf, MaxOfLanes of Highway's target EMU128 returns the lowest finite number.
   const bool all_masked = hn::AllTrue(d, hn::Eq(largest, hn::Set(d, -kInfinity)));
   float result = all_masked ? -kInfinity : hn::GetLane(hn::MaxOfLanes(d, largest));
   for (; i < size; ++i) result = std::max(result, from[i]);
