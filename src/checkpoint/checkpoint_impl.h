@@ -43,6 +43,8 @@ struct Checkpoint::Impl {
   void require_saving(std::int64_t step) const;
   // DivergedError on all ranks if one of them has weights that are inf or NaN. Collective.
   void require_finite() const;
+  // Error unless the group's ranks have all shares of sharded optimizers. Collective.
+  void require_all_shares() const;
   FileRecord new_record(const Entry& entry) const;
   // This rank's files, to be written from the entries.
   std::vector<PendingFile> pending_files() const;

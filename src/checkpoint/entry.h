@@ -87,6 +87,13 @@ class Entry {
   virtual void read(const Source& source, const FileRecord& record) = 0;
   // Whether an entry with PerRank::yes can be loaded with a different number of ranks.
   virtual bool can_be_resharded() const { return false; }
+  // A part of an object that ranks have divided.
+  struct Share {
+    int number;
+    int count;
+  };
+  // That of this rank. All ranks have one, or none has.
+  virtual std::optional<Share> share() const { return std::nullopt; }
   // Whether it can be loaded from one file of the whole run as well as from one of each rank.
   virtual bool may_be_sharded() const { return false; }
   // Loads what each rank of the saved run saved.

@@ -13,6 +13,7 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <type_traits>
@@ -26,10 +27,9 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-// Null if the optimizer's state is not sharded.
+// Null if the optimizer is not sharded.
 const parallel::ZeroRedundancyOptimizer* sharded(const torch::optim::Optimizer& optimizer) {
-  const auto* zero = dynamic_cast<const parallel::ZeroRedundancyOptimizer*>(&optimizer);
-  return zero != nullptr && zero->group().size() > 1 ? zero : nullptr;
+  return dynamic_cast<const parallel::ZeroRedundancyOptimizer*>(&optimizer);
 }
 
 // Each rank saves its share of a sharded optimizer. All files have the options of all groups, and
@@ -37,10 +37,14 @@ const parallel::ZeroRedundancyOptimizer* sharded(const torch::optim::Optimizer& 
 // another.
 class OptimizerEntry final : public Entry {
  public:
-  OptimizerEntry(std::string name, torch::optim::Optimizer& optimizer)
-      : Entry(std::move(name), "optimizer",
-              sharded(optimizer) != nullptr ? PerRank::yes : PerRank::no, Turn::optimizer),
-        optimizer_(optimizer) {}
+  OptimizerEntry(std::string name, torch::optim::Optimizer& optimizer, PerRank per_rank)
+      : Entry(std::move(name), "optimizer", per_rank, Turn::optimizer), optimizer_(optimizer) {}
+
+  std::optional<Share> share() const override {
+    if (!is_per_rank()) return std::nullopt;
+    const comm::Group& group = sharded(optimizer_)->group();
+    return Share{group.rank(), group.size()};
+  }
 
   std::vector<c10::Device> devices() const override {
     std::vector<c10::Device> devices;
@@ -52,8 +56,8 @@ class OptimizerEntry final : public Entry {
 
   void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
-    if (const auto* zero = sharded(optimizer_)) {
-      zero->save_share(archive);
+    if (is_per_rank()) {
+      sharded(optimizer_)->save_share(archive);
     } else {
       optimizer_.save(archive);
     }
@@ -215,7 +219,10 @@ std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer
                     zero->group().size(), name),
         fmt::format("a group of {}", group.size()), "pass CheckpointOptions().group(group)");
   }
-  return std::make_unique<OptimizerEntry>(std::move(name), optimizer);
+  // Ranks may be sharded in groups of different sizes, down to 1.
+  const bool has_shares = zero != nullptr && group.size() > 1;
+  return std::make_unique<OptimizerEntry>(std::move(name), optimizer,
+                                          has_shares ? PerRank::yes : PerRank::no);
 }
 
 std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed,

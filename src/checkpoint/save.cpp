@@ -10,6 +10,7 @@
 #include "src/core/log.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -55,6 +56,23 @@ void Checkpoint::Impl::require_finite() const {
       "the training has diverged, and earlier checkpoints are kept: resume from the last one, with "
       "a smaller learning rate for example; CheckpointOptions().nonfinite_weights(true) saves such "
       "weights too");
+}
+
+void Checkpoint::Impl::require_all_shares() const {
+  for (const auto& entry : entries) {
+    const auto share = entry->share();
+    if (!share.has_value()) continue;
+    const auto to_text = [](int number, int count) {
+      return fmt::format("{} of {}", number + 1, count);
+    };
+    const auto shares = options.group().all_gather(to_text(share->number, share->count));
+    for (int number = 0; number < share->count; ++number) {
+      if (std::ranges::find(shares, to_text(number, share->count)) != shares.end()) continue;
+      throw Error(kSave, fmt::format("all shares of '{}' on the ranks of the group", entry->name()),
+                  fmt::format("{}", fmt::join(shares, ", ")),
+                  "CheckpointOptions().group() with all ranks of the ZeroRedundancyOptimizer");
+    }
+  }
 }
 
 FileRecord Checkpoint::Impl::new_record(const Entry& entry) const {
@@ -199,6 +217,7 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
   require_finite();
+  require_all_shares();
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
 }
 
@@ -206,6 +225,7 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   wait();
   require_saving(step);
   require_finite();
+  require_all_shares();
   if (!background.has_value()) background = comm::group_of_cpus(options.group());
   copying = {};
   std::vector<PendingFile> files;

@@ -228,6 +228,33 @@ TEST(CheckpointOfShards, IsSavedAndLoadedByAllRanksOfTheOptimizer) {
   });
 }
 
+TEST(CheckpointOfShards, OfGroupsOfDifferentSizesContinues) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const comm::Group part = group.subgroup({0, 1});  // rank 2 is alone
+    const Factory make = adamw();
+    const fs::path folder = rank.folder() / "run";
+    save(Training(make, &part), folder, group);
+    EXPECT_TRUE(same_bits(continued({make, &part}, folder, group), undisturbed(make)));
+  });
+}
+
+TEST(CheckpointOfShards, IsNotSavedWithoutAShare) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    const comm::Group pair = group.split(2);
+    const comm::Group even = group.subgroup({0, 2});
+    Training run(adamw(), &pair);
+    run.train_to(1);
+    if (rank.number() % 2 == 1) return;
+    auto checkpoint = run.checkpoint(rank.folder() / "run", even);
+    for (const bool async : {false, true}) {
+      EXPECT_THAT(message_of<Error>([&] { async ? checkpoint.save_async(1) : checkpoint.save(1); }),
+                  AllOf(HasSubstr("all shares of 'optimizer'"), HasSubstr("got 1 of 2, 1 of 2")));
+    }
+  });
+}
+
 TEST(CheckpointOfShards, IsNotLoadedInPart) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
