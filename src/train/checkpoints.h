@@ -56,6 +56,9 @@ class Checkpoints {
   // training uses it.
   std::optional<std::filesystem::path> resume();
 
+  // Whether this training has saved a checkpoint in the options' directory, or resumed from one there.
+  bool has_one() const { return last_.has_value(); }
+
   // Loads the newest checkpoint of the options' directory that this training has saved there or
   // resumed from, with its position, and returns its step. Returns std::nullopt if there is none.
   // The optimizer keeps the options of this run. FileError as resume().

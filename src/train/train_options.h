@@ -86,7 +86,7 @@ class TrainOptions {
   // What to do about a spike. Needs one of the two limits; OnSpike::lower_scale also a dynamic loss
   // scale, and OnSpike::rollback a checkpoint_dir and save_every. The training then rolls back at
   // most divergence_guard().max_rollbacks() times, and does not save while losses are spikes,
-  // except at its end.
+  // except at its end, or if it is stopped and there is no checkpoint yet.
   TORCH_ARG(OnSpike, on_spike) = OnSpike::none;
 
   // Look for the operator that makes the first inf or NaN of a step (report::NonFiniteCheck). If the

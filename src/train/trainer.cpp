@@ -108,7 +108,9 @@ class Run {
     require_batches(count_, position_.step, setup_.model.smallest_batch(), options_, kind_);
     if (position_.step < count_.end) checkpoints_.require_writable();
     train_to_end();
-    checkpoints_.save();
+    // Among spikes there is no good checkpoint to roll back to: the resumed run repeats these steps.
+    const bool keeps_last = stop_signal_ != 0 && losses_.delays_checkpoints();
+    if (!keeps_last || !checkpoints_.has_one()) checkpoints_.save();
     std::vector<std::string> not_saved;
     const auto note = [&](const std::string& error) {
       if (!error.empty()) not_saved.push_back(error);

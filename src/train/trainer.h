@@ -80,8 +80,8 @@ struct TrainResult {
 // checkpoint_dir.
 // DivergedError if too many consecutive steps were skipped, if a step was taken with a non-finite
 // loss, if too many consecutive losses were spikes, or if the test loss is not finite; earlier
-// checkpoints stay. With OnSpike::rollback those before the test first cause rollbacks. CommError,
-// naming the rank, if another process is lost.
+// checkpoints stay. With OnSpike::rollback those in the steps, and in the saves between them, first
+// cause rollbacks. CommError, naming the rank, if another process is lost.
 //
 // A batch that is left out (OnSpike::skip) and the steps between a checkpoint and a rollback to it
 // count as steps: the learning rate, the order of the batches and the end of the training are those

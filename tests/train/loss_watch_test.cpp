@@ -16,6 +16,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <limits>
@@ -258,6 +259,23 @@ TEST_F(RollingBack, IsToACheckpointFromBeforeTheSpikes) {
   train_classifier(spiky_net({29, 30, 31}), data(), options(), watcher);
   EXPECT_TRUE(watcher.rollbacks.empty());
   EXPECT_THAT(steps_in(run_), ElementsAre(10, 20, 32, 40));
+}
+
+// Another process then goes on from before the spikes, and has a checkpoint to roll back to.
+TEST_F(RollingBack, OfARunThatIsStoppedAmongSpikesIsStillPossible) {
+  Watcher watcher;
+  const auto stop = [&] { return watcher.steps.size() == 23 ? SIGTERM : 0; };
+  const TrainResult stopped = train_classifier(spiky_net({21, 22, 23}), data(),
+                                               options().keep(1).stop_signal(stop), watcher);
+  EXPECT_EQ(stopped.stop_signal, SIGTERM);
+  EXPECT_THAT(steps_in(run_), ElementsAre(20));
+
+  fs::remove_all(run_);
+  Watcher early;
+  const auto stop_early = [&] { return early.steps.size() == 23 ? SIGTERM : 0; };
+  train_classifier(spiky_net({21, 22, 23}), data(),
+                   options().save_every({.steps = 30}).stop_signal(stop_early), early);
+  EXPECT_THAT(steps_in(run_), ElementsAre(23));  // better than none
 }
 
 TEST_F(RollingBack, HappensAFewTimesOnly) {
