@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -154,21 +155,49 @@ std::vector<std::size_t> random_order(std::size_t size, std::uint64_t seed) {
 
 }  // namespace
 
+// The epoch that all copies of a sampler share. The thread that reads a loader ends passes, while
+// the training reads, sets, saves or loads the epoch of the sampler that it has kept.
+class DistributedSampler::SharedEpoch {
+ public:
+  Epoch get() const {
+    const std::lock_guard lock(mutex_);
+    return epoch_;
+  }
+
+  Epoch set(std::size_t number) {
+    const std::lock_guard lock(mutex_);
+    epoch_.number = number;
+    ++epoch_.times_set;
+    return epoch_;
+  }
+
+  // Advances after a pass, but not if the epoch has been set since the pass began. Copies that
+  // complete passes of the same epoch advance it once.
+  void advance_after(const Epoch& pass) {
+    const std::lock_guard lock(mutex_);
+    if (epoch_.times_set == pass.times_set && epoch_.number == pass.number) ++epoch_.number;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Epoch epoch_;
+};
+
 DistributedSampler::DistributedSampler(std::size_t size, int num_replicas, int rank,
                                        const DistributedSamplerOptions& options)
     : size_(size),
       num_replicas_(checked_replicas(kDistributed, num_replicas)),
       rank_(checked_rank(kDistributed, rank, num_replicas_)),
       options_(options),
+      epoch_(std::make_shared<SharedEpoch>()),
       indices_(indices_after(0, size, 0)) {}
 
 void DistributedSampler::set_epoch(std::size_t epoch) {
-  epoch_->next = epoch;
-  ++epoch_->settings;
+  epoch_->set(epoch);
 }
 
 std::size_t DistributedSampler::epoch() const {
-  return epoch_->next;
+  return epoch_->get().number;
 }
 
 std::size_t DistributedSampler::num_samples() const {
@@ -192,21 +221,17 @@ std::vector<std::size_t> DistributedSampler::indices_after(std::size_t consumed,
   return indices;
 }
 
-// Advances the epoch once for each pass, but not if the epoch has been set since the pass began.
-void DistributedSampler::end_pass() {
-  if (options_.advance_epoch() && epoch_->settings == pass_.settings && epoch_->next == pass_.next)
-    ++epoch_->next;
-}
-
-void DistributedSampler::end_pass_with_last_index() {
-  if (has_begun() && index_ == indices_.size()) end_pass();
+// Only a complete pass advances the epoch. If reset() did so too, a rank that begins a pass once
+// more than the others (to log a batch, say) would be in another epoch than they are from then on.
+void DistributedSampler::advance_if_complete() {
+  const bool is_complete = has_begun() && index_ == indices_.size();
+  if (options_.advance_epoch() && is_complete) epoch_->advance_after(epoch_of_pass_);
 }
 
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
-  if (index_ > 0) end_pass();
   size_ = new_size.value_or(size_);
-  pass_ = *epoch_;
-  indices_ = indices_after(0, size_, pass_.next);
+  epoch_of_pass_ = epoch_->get();
+  indices_ = indices_after(0, size_, epoch_of_pass_.number);
   consumed_ = 0;
   index_ = 0;
 }
@@ -217,12 +242,13 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   if (count == 0) return std::nullopt;
   const auto begin = indices_.begin() + static_cast<std::ptrdiff_t>(index_);
   index_ += count;
-  end_pass_with_last_index();
+  advance_if_complete();
   return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  write(archive, "epoch", options_.advance_epoch() && has_begun() ? pass_.next : epoch_->next);
+  write(archive, "epoch",
+        options_.advance_epoch() && has_begun() ? epoch_of_pass_.number : epoch());
   write(archive,
         {.size = size_, .consumed = consumed_, .index = index_, .num_replicas = num_replicas_});
 }
@@ -233,12 +259,11 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   check_replicas(kDistributed, saved, num_replicas_);
   check_index(kDistributed, saved.index, num_samples_of(saved.size - saved.consumed));
   indices_ = indices_after(saved.consumed, saved.size, epoch);
-  set_epoch(epoch);
-  pass_ = *epoch_;
+  epoch_of_pass_ = epoch_->set(epoch);
   size_ = saved.size;
   consumed_ = saved.consumed;
   index_ = saved.index;
-  end_pass_with_last_index();
+  advance_if_complete();
 }
 
 void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive> saved) {
@@ -253,12 +278,11 @@ void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive
   const bool has_ended = options_.drop_last() ? all.index + ranks.size() > left : all.index >= left;
   const std::size_t consumed = has_ended ? all.size : all.consumed + all.index;
   indices_ = indices_after(consumed, all.size, all.epoch);
-  set_epoch(all.epoch);
-  pass_ = *epoch_;
+  epoch_of_pass_ = epoch_->set(all.epoch);
   size_ = all.size;
   consumed_ = consumed;
   index_ = 0;
-  end_pass_with_last_index();
+  advance_if_complete();
 }
 
 EvaluationSampler::EvaluationSampler(std::size_t size, int num_replicas, int rank)

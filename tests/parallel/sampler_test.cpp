@@ -14,6 +14,7 @@
 #include <numeric>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace semitone::parallel {
@@ -254,20 +255,84 @@ TEST(DistributedSampler, AdvancesTheEpochOfADataLoader) {
   }
 }
 
-TEST(DistributedSampler, AdvancesTheEpochAfterAPassThatEndsEarly) {
+// A pass that ends early does not count: only some ranks may have begun it.
+TEST(DistributedSampler, RepeatsTheOrderOfAPassThatEndsEarly) {
   DistributedSampler sampler = advancing();
+  for (const std::size_t taken : {1U, 2U, 5U}) {
+    sampler.reset();
+    EXPECT_EQ(sampler.next(taken)->front(), share_in(0).front());
+    EXPECT_EQ(sampler.epoch(), 0U);
+  }
   sampler.reset();
-  sampler.next(2);
   EXPECT_EQ(sampler.epoch(), 0U);
-  sampler.reset();
-  EXPECT_EQ(rest_of(sampler), share_in(1));
-  EXPECT_EQ(sampler.epoch(), 2U);
+  EXPECT_EQ(rest_of(sampler), share_in(0));
+  EXPECT_EQ(sampler.epoch(), 1U);
   // set_epoch takes effect, and the epoch advances from there.
   sampler.set_epoch(7);
   for (const std::size_t epoch : {7U, 8U}) {
     sampler.reset();
     EXPECT_EQ(rest_of(sampler), share_in(epoch));
   }
+}
+
+TEST(DistributedSampler, AdvancesTheEpochOnceWithTheLastIndex) {
+  for (const std::size_t batch_size : {1U, 4U, 6U, 100U}) {
+    DistributedSampler sampler = advancing();
+    for (std::size_t epoch = 0; epoch < 3; ++epoch) {
+      sampler.reset();
+      while (sampler.index() < sampler.num_samples()) {
+        EXPECT_EQ(sampler.epoch(), epoch);
+        ASSERT_NE(sampler.next(batch_size), std::nullopt);
+      }
+      EXPECT_EQ(sampler.epoch(), epoch + 1);
+      EXPECT_EQ(sampler.next(batch_size), std::nullopt);
+      EXPECT_EQ(sampler.epoch(), epoch + 1);
+    }
+  }
+}
+
+TEST(DistributedSampler, KeepsRanksInOneEpochThoughOneOfThemLooksAtABatch) {
+  const auto samplers =
+      samplers_of<DistributedSampler>(12, 2, DistributedSamplerOptions().advance_epoch(true));
+  auto loader0 = make_loader(12, samplers[0]);
+  auto loader1 = make_loader(12, samplers[1]);
+  std::vector<Indices> epochs;
+  for (std::size_t epoch = 0; epoch < 4; ++epoch) {
+    EXPECT_EQ(loader0->begin()->size(), 3U);
+    for (const DistributedSampler& sampler : samplers) EXPECT_EQ(sampler.epoch(), epoch);
+    Indices all = pass_of(*loader0);
+    const Indices other = pass_of(*loader1);
+    all.insert(all.end(), other.begin(), other.end());
+    epochs.push_back(all);
+    EXPECT_EQ(sorted(all), first(12));
+  }
+  for (std::size_t epoch = 1; epoch < epochs.size(); ++epoch)
+    EXPECT_NE(epochs[epoch - 1], epochs[epoch]);
+}
+
+// A thread that reads a loader ends passes while the training asks for the epoch and saves it.
+TEST(DistributedSampler, SharesTheEpochBetweenThreads) {
+  constexpr std::size_t kPasses = 200;
+  DistributedSampler sampler = advancing();
+  std::thread reader([copy = sampler]() mutable {
+    for (std::size_t pass = 0; pass < kPasses; ++pass) {
+      copy.reset();
+      rest_of(copy);
+    }
+  });
+  DistributedSampler loaded = advancing();
+  std::size_t last = 0;
+  for (std::size_t i = 0; i < kPasses; ++i) {
+    const std::size_t epoch = sampler.epoch();
+    copy_state(sampler, loaded);
+    EXPECT_GE(epoch, last);
+    EXPECT_GE(loaded.epoch(), epoch);
+    last = epoch;
+  }
+  reader.join();
+  EXPECT_EQ(sampler.epoch(), kPasses);
+  sampler.reset();
+  EXPECT_EQ(rest_of(sampler), share_in(kPasses));
 }
 
 TEST(DistributedSampler, ContinuesToAdvanceTheEpochWhereItWasSaved) {
@@ -284,11 +349,10 @@ TEST(DistributedSampler, ContinuesToAdvanceTheEpochWhereItWasSaved) {
   // Back to it, after a pass and from within one.
   EXPECT_EQ(pass_of(*loader), share_in(3));
   sampler.load(state);
-  for (const auto& batch : *loader) {
-    EXPECT_EQ(batch.front(), share_in(3).front());
-    sampler.load(state);
-    break;
-  }
+  auto batch = loader->begin();
+  EXPECT_EQ(batch->front(), share_in(3).front());
+  sampler.load(state);
+  while (batch != loader->end()) ++batch;  // completes a pass that began before the load
   EXPECT_EQ(pass_of(*loader), share_in(3));
 
   // Within a pass, and at its end.
@@ -300,9 +364,36 @@ TEST(DistributedSampler, ContinuesToAdvanceTheEpochWhereItWasSaved) {
     copy_state(in_pass, loaded);
     Indices want = share_in(5);
     want.erase(want.begin(), want.begin() + static_cast<std::ptrdiff_t>(taken));
+    EXPECT_EQ(loaded.epoch(), want.empty() ? 6U : 5U);
     EXPECT_EQ(rest_of(loaded), want);
+    EXPECT_EQ(loaded.epoch(), 6U);
+    // Saved again at the end of the pass, and loaded into the same sampler.
+    copy_state(loaded, loaded);
+    EXPECT_EQ(rest_of(loaded), Indices{});
+    EXPECT_EQ(loaded.epoch(), 6U);
     loaded.reset();
     EXPECT_EQ(rest_of(loaded), share_in(6));
+  }
+}
+
+TEST(DistributedSampler, ResetDiscardsALoadedPositionAndKeepsTheEpoch) {
+  auto saved =
+      samplers_of<DistributedSampler>(11, 2, DistributedSamplerOptions().advance_epoch(true));
+  for (DistributedSampler& sampler : saved) {
+    sampler.set_epoch(5);
+    sampler.reset();
+    sampler.next(2);
+  }
+  DistributedSampler loaded = advancing();
+  copy_state(saved[0], loaded);
+  DistributedSampler resharded = advancing();
+  auto states = states_of(saved);
+  resharded.load_resharded(states);
+  for (DistributedSampler* sampler : {&loaded, &resharded}) {
+    sampler->reset();
+    EXPECT_EQ(sampler->epoch(), 5U);
+    EXPECT_EQ(rest_of(*sampler), share_in(5));
+    EXPECT_EQ(sampler->epoch(), 6U);
   }
 }
 

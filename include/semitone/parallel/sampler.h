@@ -26,8 +26,9 @@ class DistributedSamplerOptions {
   /// tail is dropped. False: some indices are repeated. All ranks get the same number of indices
   /// either way.
   TORCH_ARG(bool, drop_last) = false;
-  /// True: the epoch advances after each pass. False, as in PyTorch: all passes have the order of
-  /// epoch 0 unless set_epoch is called.
+  /// True: the epoch advances by one when a pass returns its last index. A pass that ends before
+  /// that does not advance it, so the next pass has the same order again. False, as in PyTorch: all
+  /// passes have the order of epoch 0 unless set_epoch is called.
   TORCH_ARG(bool, advance_epoch) = false;
 };
 
@@ -41,7 +42,13 @@ class DistributedSamplerOptions {
 ///       for (auto& batch : *loader) { … }
 ///     }
 ///
-/// With DistributedSamplerOptions::advance_epoch, the loop needs no set_epoch.
+/// With DistributedSamplerOptions::advance_epoch, the loop needs no set_epoch if it reads each pass
+/// to its end. That includes a DataLoader with drop_last, which takes the last, smaller batch from
+/// the sampler and drops it. A rank may also begin a pass, look at a batch and begin again. It then
+/// stays in the epoch of the other ranks. But DataLoader workers and data::PrefetchLoader take
+/// indices before the training gets their batches. A pass that the training ends early is complete
+/// if they have already taken its last index, and this may be so on some ranks only. Therefore call
+/// set_epoch before each pass if ranks may end passes early and batches are read ahead.
 ///
 /// The order is torch::randperm(size) with a CPU generator seeded with seed + epoch; without
 /// shuffling it is 0, 1, 2 … It is repeated from its start, or cut, to num_samples() · num_replicas
@@ -49,7 +56,8 @@ class DistributedSamplerOptions {
 /// torch::data::samplers::DistributedRandomSampler gives other orders.
 ///
 /// Copies share the epoch and nothing else. A DataLoader keeps a copy of its sampler, and set_epoch
-/// on the original takes effect when the loader starts its next pass.
+/// on the original takes effect when the loader starts its next pass. Threads may use different
+/// copies at the same time, but not the same one.
 ///
 /// Evaluation on padded shares counts some samples twice: use EvaluationSampler there.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
@@ -63,10 +71,12 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   /// Sets the epoch, which selects the order from the next reset on. Initially 0.
   void set_epoch(std::size_t epoch);
   /// Returns the epoch of the next reset. With advance_epoch, it increases by one when a pass
-  /// returns its last index, or at the reset that ends a pass early.
+  /// returns its last index, unless set_epoch or load was called during the pass.
   std::size_t epoch() const;
 
   /// Starts a pass over this rank's share in the order of the epoch. The constructor does so too.
+  /// It does not advance the epoch. After load or load_resharded it discards the loaded position:
+  /// a loop that resumes in the middle of a pass must not call reset before it has read the rest.
   /// @param new_size  of the data set, if it has changed
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
 
@@ -75,14 +85,17 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
 
   /// Saves the epoch, the size of the data set and the position in this pass. load() rebuilds the
   /// order from this sampler's own options. Error if the saved position is not in this rank's
-  /// share, or if the saved sampler had another number of ranks.
+  /// share, or if the saved sampler had another number of ranks. The position belongs to the epoch
+  /// of its pass: save before set_epoch, or after the reset that follows it. A sampler that loads a
+  /// state from after the last index has nothing left. With advance_epoch, its next reset takes the
+  /// next epoch.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Continues a pass that a different number of ranks have begun. What they have not returned is
   /// redistributed among the current ranks, so that no index is lost except by drop_last, and none
-  /// is repeated except as padding. The passes after the next reset are as usual. Checkpoint::resume
-  /// calls it.
+  /// is repeated except as padding. The passes after the next reset are as usual.
+  /// Checkpoint::resume calls it.
   /// @param saved  what each rank of the saved run has saved, in the order of their numbers. Error
   ///               unless they are in the same pass, and have returned equally many indices (the
   ///               first ranks may be one ahead)
@@ -96,10 +109,15 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t index() const { return index_; }
 
  private:
+  struct Epoch {
+    std::size_t number = 0;
+    std::size_t times_set = 0;  // calls of set_epoch, load and load_resharded until then
+  };
+  class SharedEpoch;
+
   // Whether this pass has returned indices, here or in the run that was resumed.
   bool has_begun() const { return index_ > 0 || consumed_ > 0; }
-  void end_pass();
-  void end_pass_with_last_index();
+  void advance_if_complete();
   // The share of each rank if `entries` of the order are left.
   std::size_t num_samples_of(std::size_t entries) const;
   // This rank's share of what is left after the first `consumed` entries of an order.
@@ -110,12 +128,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t num_replicas_;
   std::size_t rank_;
   DistributedSamplerOptions options_;
-  struct Epoch {
-    std::size_t next = 0;      // of the next reset
-    std::size_t settings = 0;  // how often it was set or loaded
-  };
-  std::shared_ptr<Epoch> epoch_ = std::make_shared<Epoch>();  // of all copies
-  Epoch pass_;                                                // what it was when this pass began
+  std::shared_ptr<SharedEpoch> epoch_;  // of the next reset, shared by all copies
+  Epoch epoch_of_pass_;                 // the shared epoch when this pass began
   std::size_t consumed_ = 0;  // entries of the order that a different number of ranks have returned
   std::vector<std::size_t> indices_;  // this rank's, in the order of this pass
   std::size_t index_ = 0;
