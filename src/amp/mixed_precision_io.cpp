@@ -147,7 +147,8 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
                                    [](const auto& one) { return one.named; });
   if (scaled || pending) {
     throw Error("amp.mixed_precision.save", "a call between two iterations",
-                "one between scale_loss and step", "save after step()");
+                "one between scale_loss and step",
+                "save after step(), or drop the gradients with zero_grad() before");
   }
   impl().settle();
   if (impl().fp32_scopes == 0) impl().pull("save");

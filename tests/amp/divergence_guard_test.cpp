@@ -3,11 +3,13 @@
 #include "semitone/amp/accumulate.h"
 #include "semitone/amp/captured_step.h"
 #include "semitone/amp/initialize.h"
+#include "semitone/checkpoint/checkpoint.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "tests/support/archive.h"
 #include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
@@ -412,6 +414,44 @@ TEST(DivergenceGuard, ABatchOfSeveralMicroBatchesIsLeftOutAsAWhole) {
     const auto now = training.weights();
     for (std::size_t k = 0; k < now.size(); ++k)
       EXPECT_EQ(torch::equal(now[k], weights[k]), is_left_out) << k;
+  }
+}
+
+// The gradients of the batch exist then, which no checkpoint has.
+TEST(DivergenceGuard, ARollbackBetweenBackwardAndStepLoadsACheckpoint) {
+  const test::TemporaryFolder folder;
+  int level = 0;
+  for (const Options& options : options_of_levels()) {
+    SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
+    torch::manual_seed(1);
+    Inspected training(options);
+    checkpoint::Checkpoint checkpoint(folder.path() / std::to_string(level++));
+    checkpoint.add("net", training.net).add("optimizer", training.optimizer);
+    checkpoint.add("mixed", training.mixed);
+    const auto roll_back = [&](const DivergedError&) {
+      training.mixed.zero_grad(training.optimizer);
+      EXPECT_EQ(checkpoint.resume(), 3);
+    };
+    DivergenceGuard guard(
+        GuardOptions().max_loss_ratio(10).warmup_steps(2).max_consecutive_spikes(1).rollback(
+            roll_back));
+    std::vector<at::Tensor> saved;
+    for (std::uint64_t i = 0; i < 6; ++i) {
+      const at::Tensor mean =
+          accumulate(training.mixed, training.optimizer, 2, [&](std::int64_t part) {
+            const at::Tensor batch = batch_of(i).narrow(0, 4 * part, 4);
+            return training.mixed.forward(training.net, batch).pow(2).mean() * (i == 5 ? 1e4 : 1.0);
+          });
+      if (guard.inspect(mean) != Observed::normal) continue;
+      guard.observe(training.mixed.step(training.optimizer));
+      training.mixed.zero_grad(training.optimizer);
+      if (i != 2) continue;
+      checkpoint.save(3);
+      saved = training.weights();
+    }
+    EXPECT_EQ(guard.rollbacks(), 1);
+    const auto now = training.weights();
+    for (std::size_t k = 0; k < now.size(); ++k) EXPECT_TRUE(torch::equal(now[k], saved[k])) << k;
   }
 }
 

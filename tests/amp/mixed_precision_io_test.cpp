@@ -621,7 +621,7 @@ TEST(MixedPrecisionState, CannotBeSavedInTheMiddleOfAnIteration) {
         .backward();
     EXPECT_EQ(message_of<Error>([&] { saved(run.mixed); }),
               "[amp.mixed_precision.save] expected a call between two iterations, got one between "
-              "scale_loss and step — save after step()");
+              "scale_loss and step — save after step(), or drop the gradients with zero_grad() before");
     run.mixed.zero_grad(*run.optimizer);
     EXPECT_NO_THROW(saved(run.mixed));
   }
