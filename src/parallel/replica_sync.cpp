@@ -186,6 +186,8 @@ struct ReplicaSync::Impl {
   void forget_gradients();
   void on_gradient(std::size_t index);
   void at_end_of_backward();
+  void end_local_with_this_pass();
+  std::uint64_t weights_version() const;
   void check_own_forward();
   void require_unchanged() const;
   bool knows(const at::Tensor& parameter) const;
@@ -220,7 +222,7 @@ struct ReplicaSync::Impl {
   // What happens to the gradients of the last forward.
   enum class Mode {
     idle,    // all is done: no gradients are expected
-    local,   // accumulation
+    local,   // accumulation; with delay_allreduce until the end of the next backward pass
     reduced  // under way
   };
   struct Joining {
@@ -242,9 +244,12 @@ struct ReplicaSync::Impl {
   // Expires with the backward pass under way: callbacks own it, which autograd drops at the end of
   // the pass, or earlier by an exception. A pass inside another one does not end it.
   std::weak_ptr<const int> under_way;
+  std::weak_ptr<const int> local_under_way;  // as above, for a pass in Mode::local
   // The last forward, or its backward pass, threw: the next forward replaces it.
   bool repeats_step = false;
-  bool forward_called = false;    // ddp.forward(), for training
+  // The weights of the last ddp.forward() that sent buffers. Its backward passes use them too: none
+  // if a backward pass has found others since.
+  std::optional<std::uint64_t> forward_version;
   bool awaits_gradients = false;  // the last reduced forward has had no backward pass
   bool abandoned = false;         // and forwards in no_sync came after it
   std::mutex gradients_mutex;     // of the flags, while backward runs
@@ -334,6 +339,7 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) {
     mark_unreduced(trained.parameters[index].tensor.grad());
     any_unreduced = true;
+    if (mode == Mode::local && options.delay_allreduce()) end_local_with_this_pass();
     return;
   }
   if (mode == Mode::idle && !options.delay_allreduce()) {
@@ -384,6 +390,30 @@ void ReplicaSync::Impl::at_end_of_backward() {
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
 
+// The model's own forward may come next. Its gradients are to be reduced, together with those that
+// this pass leaves. A pass that throws ends nothing: it may be repeated.
+void ReplicaSync::Impl::end_local_with_this_pass() {
+  if (!local_under_way.expired()) return;
+  const auto pass = std::make_shared<const int>(0);
+  local_under_way = pass;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, pass] {
+    const std::scoped_lock lock(gradients_mutex);
+    local_under_way.reset();
+    // An abandoned forward's backward pass remains an error.
+    if (mode == Mode::local && !abandoned) mode = Mode::idle;
+  });
+}
+
+// Another number after each change of the weights, as by an optimizer's step.
+std::uint64_t ReplicaSync::Impl::weights_version() const {
+  std::uint64_t sum = 0;
+  for (const auto& entry : trained.parameters) {
+    // Autograd does not count the changes of inference tensors.
+    if (!entry.tensor.is_inference()) sum += static_cast<std::uint64_t>(entry.tensor._version());
+  }
+  return sum;
+}
+
 // The next forward replaces the one whose backward pass threw: the other ranks still wait for this
 // step's gradients. The communication before a forward has been done already.
 void ReplicaSync::Impl::forget_failed_backward() {
@@ -403,7 +433,8 @@ void ReplicaSync::Impl::check_own_forward() {
   refuse_capture();
   require_unchanged();
   if (model.current_parameters) require_known(model.current_parameters());
-  if (forward_called || !options.broadcast_buffers()) return;
+  if (forward_version != weights_version()) forward_version.reset();
+  if (forward_version.has_value() || !options.broadcast_buffers()) return;
   find_buffers();
   if (buffers.empty()) return;
   throw Error(kDdp, "ddp.forward(), which sends rank 0's buffers to all ranks",
@@ -421,7 +452,7 @@ void ReplicaSync::Impl::begin_backward_again() {
                 "may be repeated");
   }
   // An earlier pass of the same step may already have been reduced, which cannot be detected here.
-  if (!forward_called) {
+  if (!forward_version.has_value()) {
     throw Error(
         kDdp, "steps that are repeated with ddp.forward()",
         fmt::format("a step with the model's own forward on rank {}, after one that threw",
@@ -617,7 +648,6 @@ void ReplicaSync::set_gradient_order(const std::optional<GradientOrder>& order) 
 void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
   refuse_capture();
-  impl_->forward_called = true;
   impl_->require_unchanged();
   impl_->restore_accumulators();
   impl_->forget_failed_backward();
@@ -626,6 +656,7 @@ void ReplicaSync::before_forward() {
   const bool reduces = *impl_->unsynced == 0;
   if (announces) impl_->agree_to_reduce(reduces);
   if (!reduces) return;
+  impl_->forward_version = impl_->weights_version();
   // Gradients that move into new buckets are other tensors, without the marks.
   std::vector<at::Tensor> unreduced;
   if (impl_->any_unreduced) {
@@ -688,6 +719,7 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
     return outputs;
   }
   impl_->repeats_step = impl_->abandoned = false;
+  impl_->forward_version = impl_->weights_version();  // forward may have changed them
   impl_->awaits_gradients = true;
   impl_->mode = Impl::Mode::reduced;
   std::vector<at::Tensor> defined;

@@ -162,6 +162,47 @@ TEST(OwnForward, AccumulatesInTheScopeOfNoSync) {
   });
 }
 
+// Steps of two backward passes: one of ddp.forward() in no_sync(), and one of the model's own
+// forward outside, which must reduce the sum of both.
+void expect_reduces_after_local(bool backward_in_scope) {
+  run_ranks(2, [backward_in_scope](Rank& rank) {
+    const auto group = comm::init();
+    Net alone = seeded<Net>(1);
+    test::train(*alone, 3,
+                [&](int step) { (loss_of(alone, batch_of(100 + step, 8)) / 2).backward(); });
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group, delayed());
+    test::train(*model, 3, [&](int step) {
+      const Batch rows = share_of(step, rank);
+      at::Tensor first;
+      {
+        const auto local = ddp.no_sync();
+        const Batch part = rows.rows(0, 2);
+        first = sum_of_squares(ddp.forward(part.data), part.target);
+        if (backward_in_scope) first.backward();
+      }
+      if (!backward_in_scope) first.backward();
+      const auto others = group.all_gather(model->second->bias.grad());
+      EXPECT_FALSE(torch::equal(others[0], others[1]));
+      // Two passes, each of which is reduced.
+      for (int row = 2; row < 4; ++row) {
+        loss_of(model, rows.rows(row, row + 1)).backward();
+        expect_equal_on_all_ranks(group, gradients_of(model->parameters()));
+      }
+    });
+    expect_near(model->parameters(), alone->parameters());
+    expect_equal_on_all_ranks(group, model->parameters());
+  });
+}
+
+TEST(OwnForward, IsReducedAfterALocalBackwardPass) {
+  expect_reduces_after_local(true);
+}
+
+TEST(OwnForward, IsReducedAfterALocalBackwardPassOutOfScope) {
+  expect_reduces_after_local(false);
+}
+
 // torch::load gives the parameters new autograd nodes, perhaps between a forward and its backward.
 TEST(OwnForward, WeightsMayBeLoadedAtAnyTime) {
   run_ranks(2, [](Rank& rank) {
@@ -228,6 +269,42 @@ TEST(OwnForward, NeedsBuffersThatEachRankKeeps) {
     }
     const auto means = group.all_gather(model->norm->running_mean);
     EXPECT_FALSE(torch::equal(means[0], means[1]));
+  });
+}
+
+// A ddp.forward() sends the buffers for its own backward passes, not for those of later steps.
+TEST(OwnForward, NeedsBuffersAlsoAfterTheWrappersForward) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1, true);
+    DistributedDataParallel ddp(model, group, delayed());
+    const auto wrapped = [&](int step) {
+      const Batch rows = share_of(step, rank);
+      return sum_of_squares(ddp.forward(rows.data), rows.target);
+    };
+    const auto expect_refused = [&] {
+      expect_error([&] { loss_of(model, share_of(0, rank)).backward(); },
+                   {"[parallel.ddp]", "buffer 'norm.running_mean'", "broadcast_buffers(false)"});
+      model->zero_grad();
+    };
+    {
+      const auto local = ddp.no_sync();
+      wrapped(0).backward();
+    }
+    expect_refused();  // no_sync() has sent no buffers
+    for (int step = 0; step < 2; ++step) {
+      SCOPED_TRACE(step);
+      const at::Tensor loss = wrapped(step);
+      loss.backward({}, /*retain_graph=*/true);
+      loss.backward();  // another pass of the same forward
+      expect_equal_on_all_ranks(group, gradients_of(model->parameters()));
+      {
+        const torch::NoGradGuard no_grad;
+        for (const at::Tensor& p : model->parameters()) p.sub_(0.01 * p.grad());
+      }
+      model->zero_grad();
+      expect_refused();
+    }
   });
 }
 

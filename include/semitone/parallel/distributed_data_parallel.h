@@ -60,7 +60,10 @@ namespace semitone::parallel {
 /// reduced, so all ranks must call backward equally often. They stay local if backward runs in the
 /// scope of no_sync(), wherever forward ran. Three things need ddp.forward(), and without it
 /// backward throws Error: the synchronisation of buffers (with broadcast_buffers(false), each rank
-/// keeps its own), the repetition of a step that threw, and join.
+/// keeps its own), the repetition of a step that threw, and join. Missing synchronisation is not
+/// detected if a ddp.forward() outside of no_sync() has sent the buffers since the weights changed
+/// last: a backward pass of the model's own forward is then taken for another one of that forward.
+/// The steps of LibTorch's optimizers do not count as changes, since they write to Tensor::data().
 ///
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
@@ -125,6 +128,10 @@ class [[nodiscard]] DistributedDataParallel : public detail::WrappedModel<Model>
   /// backward pass after that time is an Error, until the next ddp.forward(). During that time,
   /// backward passes without ddp.forward() are allowed too: for terms that are equal on all ranks,
   /// such as penalties on the parameters.
+  ///
+  /// With delay_allreduce, a backward pass after that time stays local only if it is the first
+  /// since the last forward of that time. Others are reduced, as those of the model's own forward.
+  /// So call backward during that time if there are several passes, or add up their losses.
   NoSync no_sync() { return sync_.no_sync(); }
 
   /// Runs a training loop in which ranks may have different numbers of batches. A rank without
