@@ -18,15 +18,19 @@ constexpr std::int64_t kCifarPixels = 3 * kCifarSide * kCifarSide;
 // The names of 100 classes have 1 KB.
 constexpr std::int64_t kMaxNames = std::int64_t{1} << 16;
 
-at::Tensor read_all(const fs::path& path, std::int64_t max_bytes) {
+// @param max_bytes  what earlier files have left of the limit
+// @param limit      of all files together, for the message
+at::Tensor read_all(const fs::path& path, std::int64_t max_bytes, std::int64_t limit) {
   ByteSource source(path, kCifar);
   const auto most = static_cast<std::int64_t>(
       std::min<std::uint64_t>(source.most_bytes(), static_cast<std::uint64_t>(max_bytes)));
   // One byte more than there may be tells whether there is more.
   const at::Tensor data = read_at_most(source, most + 1);
   if (data.numel() > max_bytes) {
-    throw FileError(kCifar, "at most " + std::to_string(max_bytes) + " bytes of data" + in(path),
-                    "more");
+    throw FileError(
+        kCifar,
+        c10::str("at most ", limit, " bytes of data up to the end of '", path.string(), "'"),
+        "more");
   }
   return data;
 }
@@ -45,7 +49,7 @@ void check_label_range(const at::Tensor& labels, std::int64_t classes, const cha
 
 std::vector<std::string> read_class_names(const fs::path& path, std::int64_t classes) {
   if (!is_there(path)) return {};
-  const at::Tensor bytes = read_all(path, kMaxNames);
+  const at::Tensor bytes = read_all(path, kMaxNames, kMaxNames);
   std::vector<std::string> names;
   std::string line;
   const auto end_line = [&] {
@@ -75,9 +79,10 @@ ImageSet read_cifar(const std::vector<fs::path>& files, const std::vector<CifarL
   const std::int64_t record = prefix + kCifarPixels;
   std::vector<at::Tensor> its_images;
   std::vector<at::Tensor> its_labels;
+  std::int64_t left = max_bytes;
   for (const fs::path& path : files) {
-    const at::Tensor bytes = read_all(path, max_bytes);
-    max_bytes -= bytes.numel();
+    const at::Tensor bytes = read_all(path, left, max_bytes);
+    left -= bytes.numel();
     if (bytes.numel() == 0) throw FileError(kCifar, "at least one image" + in(path), "none");
     if (bytes.numel() % record != 0) {
       throw FileError(kCifar, c10::str("whole images of ", record, " bytes", in(path)),
