@@ -6,9 +6,9 @@
 Each page becomes a function. A block may use what earlier blocks of its page declare, and the names of tests/docs/context.h. Blocks
 that begin with a class or a function stand before it. "…" stands for what a reader writes himself and is left out.
 """
+import argparse
 import pathlib
 import re
-import sys
 
 BLOCK = re.compile(r"^```cpp\n(.*?)^```$", re.M | re.S)
 
@@ -53,10 +53,12 @@ def source_of(root: pathlib.Path) -> str:
 
 
 def main():
-    output = pathlib.Path(sys.argv[1])
-    root = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else pathlib.Path(__file__).parent.parent).resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(source_of(root))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
+    options = parser.parse_args()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(source_of(options.root.resolve()))
 
 
 if __name__ == "__main__":
