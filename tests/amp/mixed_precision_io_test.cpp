@@ -619,9 +619,10 @@ TEST(MixedPrecisionState, CannotBeSavedInTheMiddleOfAnIteration) {
         .scale_loss(run.mixed.forward(run.net, images()).sum(), *run.optimizer,
                     ScaleLossOptions().delay_unscale(delayed))
         .backward();
-    EXPECT_EQ(message_of<Error>([&] { saved(run.mixed); }),
-              "[amp.mixed_precision.save] expected a call between two iterations, got one between "
-              "scale_loss and step — save after step(), or drop the gradients with zero_grad() before");
+    EXPECT_EQ(
+        message_of<Error>([&] { saved(run.mixed); }),
+        "[amp.mixed_precision.save] expected a call between two iterations, got one between "
+        "scale_loss and step — save after step(), or drop the gradients with zero_grad() before");
     run.mixed.zero_grad(*run.optimizer);
     EXPECT_NO_THROW(saved(run.mixed));
   }
