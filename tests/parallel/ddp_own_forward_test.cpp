@@ -58,7 +58,7 @@ TEST(OwnForward, TrainsAsOneProcessWithTheWholeBatch) {
     test::train(*alone, 10,
                 [&](int step) { (loss_of(alone, batch_of(100 + step, 8)) / 2).backward(); });
     // Each rank has other weights before.
-    Net model = seeded<Net>(static_cast<std::uint64_t>(1 + rank.number()));
+    Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()));
     const DistributedDataParallel ddp(model, group, delayed());
     test::train(*model, 10, [&](int step) { loss_of(model, share_of(step, rank)).backward(); });
     expect_near(model->parameters(), alone->parameters());
