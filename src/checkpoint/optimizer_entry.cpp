@@ -78,6 +78,7 @@ class OptimizerEntry final : public Entry {
     std::swap(all, optimizer_.state());
     widen_states();
   }
+
   // Without a copy: loading makes new states.
   Undo set_aside() override {
     struct Earlier {

@@ -66,12 +66,16 @@ void Checkpoint::Impl::require_all_shares() const {
       return fmt::format("{} of {}", number + 1, count);
     };
     const auto shares = options.group().all_gather(to_text(share->number, share->count));
+    std::string incomplete;
     for (int number = 0; number < share->count; ++number) {
-      if (std::ranges::find(shares, to_text(number, share->count)) != shares.end()) continue;
-      throw Error(kSave, fmt::format("all shares of '{}' on the ranks of the group", entry->name()),
-                  fmt::format("{}", fmt::join(shares, ", ")),
-                  "CheckpointOptions().group() with all ranks of the ZeroRedundancyOptimizer");
+      if (std::ranges::find(shares, to_text(number, share->count)) == shares.end())
+        incomplete = fmt::format("{}", fmt::join(shares, ", "));
     }
+    incomplete = first_text(options.group(), incomplete);  // of other ranks' counts, too
+    if (incomplete.empty()) continue;
+    throw Error(kSave, fmt::format("all shares of '{}' on the ranks of the group", entry->name()),
+                incomplete,
+                "CheckpointOptions().group() with all ranks of the ZeroRedundancyOptimizer");
   }
 }
 

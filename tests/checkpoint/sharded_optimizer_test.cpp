@@ -255,6 +255,22 @@ TEST(CheckpointOfShards, IsNotSavedWithoutAShare) {
   });
 }
 
+// Ranks 0 to 2 have all shares of their own.
+TEST(CheckpointOfShards, IsNotSavedIfOtherRanksLackAShare) {
+  run_ranks(5, [](Rank& rank) {
+    const auto group = comm::init();
+    const comm::Group three = group.subgroup({0, 1, 2});
+    const comm::Group two = group.subgroup({3, 4});
+    const comm::Group four = group.subgroup({0, 1, 2, 3});
+    Training run(adamw(), rank.number() < 3 ? &three : &two);
+    run.train_to(1);
+    if (rank.number() == 4) return;
+    auto checkpoint = run.checkpoint(rank.folder() / "run", four);
+    EXPECT_THAT(message_of<Error>([&] { checkpoint.save(1); }),
+                AllOf(HasSubstr("all shares of 'optimizer'"), HasSubstr("3 of 3, 1 of 2")));
+  });
+}
+
 TEST(CheckpointOfShards, IsNotLoadedInPart) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
