@@ -14,16 +14,14 @@ torch refuses is null.
 """
 
 import datetime
-import json
 import math
-import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+import ranks
 
 RANKS = 3
 OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
@@ -189,38 +187,13 @@ def strided(layout: str, rank: int) -> dict:
     return {"layout": layout, "all_reduce": joined(total), "broadcast": joined(of_root)}
 
 
-def run(rank: int, store: str, queue: multiprocessing.Queue) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=RANKS)
-    data = {
+def sections_of(rank: int) -> dict[str, list]:
+    return {
         "reductions": [reduced(case, rank) for case in reductions()],
         "messages": [moved(case, rank) for case in messages()],
         "strided": [strided(layout, rank) for layout in ["transposed", "sliced"]],
     }
-    if rank == 0:
-        queue.put(data)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=run, args=(rank, folder + "/store", queue)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        data = queue.get()
-        for process in processes:
-            process.join()
-    sections = []
-    for name, cases in data.items():
-        lines = ",\n".join("  " + json.dumps(case) for case in cases)
-        sections.append(f' "{name}": [\n{lines}\n ]')
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(f'{{\n "schema": "collectives/1",\n "peer": "PyTorch {torch.__version__}",\n'
-                   f' "ranks": {RANKS},\n' + ",\n".join(sections) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main()
+    ranks.write_results(sys.argv[1], "collectives/1", {"ranks": RANKS}, RANKS, sections_of)

@@ -13,11 +13,7 @@ elsewhere on both ranks, or ("infinite") the former with inf in element 5 on ran
 means is recorded.
 """
 
-import json
-import multiprocessing
-import os
 import sys
-import tempfile
 import types
 
 import torch
@@ -27,6 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
+
+import ranks
 
 RANKS = 2
 SHAPES = [[8, 6], [6, 3, 2], [5], [8, 6], [2, 2]]
@@ -150,10 +148,8 @@ def all_to_all(splits: list[list[int]], rank: int) -> list[list[float]]:
     return everyone
 
 
-def run(rank: int, store: str, queue: multiprocessing.Queue) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=RANKS)
-    data = {
+def sections_of(rank: int) -> dict[str, list]:
+    return {
         "power_sgd": [{"options": options, "dtype": str(dtype).removeprefix("torch."),
                        "gradients": power_sgd(options, dtype, rank)}
                       for options, dtype in POWER_SGD],
@@ -161,30 +157,7 @@ def run(rank: int, store: str, queue: multiprocessing.Queue) -> None:
         "quantized": [quantized(case, rank) for case in QUANTIZED],
         "all_to_all": [{"splits": splits, "received": all_to_all(splits, rank)} for splits in SPLITS],
     }
-    if rank == 0:
-        queue.put(data)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=run, args=(rank, folder + "/store", queue)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        data = queue.get()
-        for process in processes:
-            process.join()
-    sections = []
-    for name, cases in data.items():
-        lines = ",\n".join("  " + json.dumps(case) for case in cases)
-        sections.append(f' "{name}": [\n{lines}\n ]')
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(f'{{\n "schema": "comm_hooks/1",\n "peer": "PyTorch {torch.__version__}",\n'
-                   f' "shapes": {json.dumps(SHAPES)},\n' + ",\n".join(sections) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main()
+    ranks.write_results(sys.argv[1], "comm_hooks/1", {"shapes": SHAPES}, RANKS, sections_of)

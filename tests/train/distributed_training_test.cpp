@@ -7,6 +7,7 @@
 #include "src/train/diverged_elsewhere.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
+#include "tests/train/bits.h"
 #include "tests/train/spiky_net.h"
 #include "tests/train/text_training.h"
 
@@ -32,18 +33,9 @@ using test::run_ranks;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::string bits(const std::vector<at::Tensor>& tensors) {
-  std::string text;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor bytes = tensor.detach().contiguous();
-    text.append(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
-  }
-  return text;
-}
-
 // All ranks have rank 0's weights and buffers.
 void expect_same_everywhere(const test::DropNet& model, const comm::Group& group) {
-  const std::string mine = bits(model->parameters()) + bits(model->buffers());
+  const std::string mine = bits(*model);
   EXPECT_TRUE(group.broadcast(mine) == mine);
 }
 
@@ -351,7 +343,7 @@ TEST(DistributedTrainer, LookingForNansChangesNoWeight) {
         Models models(0.2);
         train_classifier(models.factory(), data(),
                          options_for(level, group).check_nonfinite(check).max_steps(12));
-        const std::string now = bits(models.last->parameters()) + bits(models.last->buffers());
+        const std::string now = bits(*models.last);
         if (check) {
           EXPECT_TRUE(now == weights) << amp::name_of(level);
         }

@@ -7,6 +7,8 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/train/bits.h"
+#include "tests/train/every_level.h"
 #include "tests/train/small_training.h"
 #include "tests/train/spiky_net.h"
 
@@ -38,34 +40,20 @@ using ::testing::HasSubstr;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// The values of all parameters and buffers.
-std::string bits_of(const torch::nn::Module& model) {
-  std::string bits;
-  const auto add = [&](const std::vector<at::Tensor>& tensors) {
-    for (const at::Tensor& tensor : tensors) {
-      const at::Tensor dense = tensor.detach().contiguous();
-      bits.append(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
-    }
-  };
-  add(model.parameters());
-  add(model.buffers());
-  return bits;
-}
-
 // Also records the model after each step and each rollback.
 struct Watcher : Recorder {
   using Recorder::on;
   void on(const TrainingBegins& begin) override { model = &begin.model; }
   void on(const StepDone& step) override {
     Recorder::on(step);
-    bits[step.step] = bits_of(*model);
+    bits[step.step] = train::bits(*model);
     skipped[step.step] = step.skipped;
     scales[step.step] = step.loss_scale;
     rates[step.step] = step.lr;
   }
   void on(const RolledBack& rolled_back) override {
     Recorder::on(rolled_back);
-    bits[rolled_back.step] = bits_of(*model);
+    bits[rolled_back.step] = train::bits(*model);
   }
   std::vector<std::int64_t> spike_steps() const {
     std::vector<std::int64_t> result;
@@ -109,8 +97,6 @@ TEST(LossSpikes, AreReportedAndChangeNothing) {
   EXPECT_TRUE(watched.bits == plain.bits);
 }
 
-using LevelAndDtype = std::tuple<OptLevel, c10::ScalarType>;
-
 class LossSpikesAtEveryLevel : public ::testing::TestWithParam<LevelAndDtype> {};
 
 TEST_P(LossSpikesAtEveryLevel, AreSkippedAndTheModelStaysAsItWas) {
@@ -133,16 +119,7 @@ TEST_P(LossSpikesAtEveryLevel, AreSkippedAndTheModelStaysAsItWas) {
   }
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<LevelAndDtype>& info) {
-  return std::string(amp::name_of(std::get<0>(info.param))) +
-         (std::get<1>(info.param) == torch::kHalf ? "Fp16" : "Bf16");
-}
-
-INSTANTIATE_TEST_SUITE_P(Levels, LossSpikesAtEveryLevel,
-                         ::testing::Combine(::testing::Values(OptLevel::O0, OptLevel::O1,
-                                                              OptLevel::O2, OptLevel::O3),
-                                            ::testing::Values(torch::kBFloat16, torch::kHalf)),
-                         name_of_case);
+INSTANTIATE_TEST_SUITE_P(Levels, LossSpikesAtEveryLevel, every_level_and_dtype(), name_of_case);
 
 TEST(LossSpikes, InARowEndTheTraining) {
   for (const OnSpike action : {OnSpike::none, OnSpike::skip}) {

@@ -7,6 +7,7 @@
 #include "tests/support/image_files.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/toy_nets.h"
+#include "tests/train/every_level.h"
 #include "tests/train/small_training.h"
 
 #include <torch/torch.h>
@@ -40,8 +41,6 @@ void expect_same_files(const fs::path& one, const fs::path& other) {
     EXPECT_TRUE(bytes == test::read_text(other / name)) << name;
   }
 }
-
-using LevelAndDtype = std::tuple<OptLevel, c10::ScalarType>;
 
 class ResumedAtEveryLevel : public ::testing::TestWithParam<LevelAndDtype> {
  protected:
@@ -83,16 +82,7 @@ TEST_P(ResumedAtEveryLevel, ARunContinuesBitForBit) {
   expect_same_files(step_of(folder_ / "run", 100), step_of(folder_ / "whole", 100));
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<LevelAndDtype>& info) {
-  return std::string(amp::name_of(std::get<0>(info.param))) +
-         (std::get<1>(info.param) == torch::kHalf ? "Fp16" : "Bf16");
-}
-
-INSTANTIATE_TEST_SUITE_P(Levels, ResumedAtEveryLevel,
-                         ::testing::Combine(::testing::Values(OptLevel::O0, OptLevel::O1,
-                                                              OptLevel::O2, OptLevel::O3),
-                                            ::testing::Values(torch::kBFloat16, torch::kHalf)),
-                         name_of_case);
+INSTANTIATE_TEST_SUITE_P(Levels, ResumedAtEveryLevel, every_level_and_dtype(), name_of_case);
 
 TEST(Resumed, ARunWithEveryOptimizerContinuesBitForBit) {
   const test::TemporaryFolder folder;

@@ -9,6 +9,7 @@
 #include "tests/support/image_files.h"
 #include "tests/support/recorded_events.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/train/every_level.h"
 #include "tests/train/small_training.h"
 
 #include <torch/torch.h>
@@ -51,8 +52,6 @@ TEST(Trainer, AStepIsInTheseParts) {
 
 // -------------------------------------------------------------------------------------------------
 // at every level and dtype
-
-using LevelAndDtype = std::tuple<OptLevel, c10::ScalarType>;
 
 class TrainerAtEveryLevel : public ::testing::TestWithParam<LevelAndDtype> {
  protected:
@@ -100,16 +99,7 @@ TEST_P(TrainerAtEveryLevel, TheSameSeedGivesTheSameLosses) {
   EXPECT_NE(first.losses, other.losses);
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<LevelAndDtype>& info) {
-  return std::string(amp::name_of(std::get<0>(info.param))) +
-         (std::get<1>(info.param) == torch::kHalf ? "Fp16" : "Bf16");
-}
-
-INSTANTIATE_TEST_SUITE_P(Levels, TrainerAtEveryLevel,
-                         ::testing::Combine(::testing::Values(OptLevel::O0, OptLevel::O1,
-                                                              OptLevel::O2, OptLevel::O3),
-                                            ::testing::Values(torch::kBFloat16, torch::kHalf)),
-                         name_of_case);
+INSTANTIATE_TEST_SUITE_P(Levels, TrainerAtEveryLevel, every_level_and_dtype(), name_of_case);
 
 // -------------------------------------------------------------------------------------------------
 // options
