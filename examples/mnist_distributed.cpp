@@ -112,7 +112,8 @@ void train(const Task& task, const std::string& name, const Step& step) {
       const at::Tensor loss = step(batch_of(task.train, *numbers, task.group.device()));
       if (task.group.rank() == 0 && i % 20 == 0) {
         std::cout << name << ", epoch " << epoch + 1 << ", step " << i << ": loss "
-                  << loss.item<double>() << std::endl;
+                  << loss.item<double>() << '\n'
+                  << std::flush;
       }
     }
   }
@@ -133,7 +134,8 @@ void test(const Task& task, const std::string& name, const Predict& predict) {
   const double percent = 100 * correct.item<double>() / static_cast<double>(task.test.size());
   if (task.group.rank() == 0) {
     std::cout << name << " on " << task.group.size() << " processes: accuracy " << percent << " %"
-              << std::endl;
+              << '\n'
+              << std::flush;
   }
   if (percent < 90) throw semitone::Error(kName, "an accuracy of 90 %", std::to_string(percent));
 }
