@@ -83,7 +83,7 @@ void leave_out_batches(const amp::Options& options, const comm::Group& group,
     const bool is_bad = step == 4 || step == 5 || step == 8;
     const double bad_factor = step == 5 ? std::nan("") : 1e4;
     const auto before = copies_of(net->parameters());
-    torch::manual_seed(static_cast<std::uint64_t>(100 * step + group.rank()));
+    torch::manual_seed(static_cast<std::uint64_t>(100 * std::int64_t{step} + group.rank()));
     optimizer.zero_grad();
     const at::Tensor loss = mixed.forward(ddp, torch::randn({8, 6})).pow(2).mean() *
                             (is_bad && group.rank() == 1 ? bad_factor : 1.0);
