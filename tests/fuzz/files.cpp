@@ -43,27 +43,36 @@ const std::string& memory_file(std::string_view content) {
   return path;
 }
 
-void cifar(std::string_view input) {
+namespace {
+
+void read_images(std::string_view input, const std::vector<zoo::CifarLabel>& labels) {
   constexpr std::int64_t kMaxBytes = 1 << 16;
-  using Labels = std::vector<zoo::CifarLabel>;
-  for (const Labels& labels :
-       {Labels{{"labels", 10}}, Labels{{"coarse labels", 20}, {"fine labels", 100}}}) {
-    std::string content(input);
-    // Few inputs end with an image: black pixels complete the last one, unless it is gzipped.
-    const std::size_t bytes = labels.size() + 3 * 32 * 32;
-    if (!input.starts_with('\x1f')) content.resize((input.size() / bytes + 1) * bytes);
-    try {
-      const zoo::ImageSet set =
-          zoo::read_cifar({memory_file(content)}, labels, labels.size() - 1, kMaxBytes);
-      require(set.size() > 0 && set.labels.numel() == set.size() && set.channels() == 3,
-              "a label for each image");
-      require(set.labels.max().item<std::int64_t>() < set.classes, "labels of these classes");
-    } catch (const FileError&) {
+  std::string content(input);
+  // Few inputs end with an image: black pixels complete the last one, unless it is gzipped.
+  const std::size_t bytes = labels.size() + 3 * 32 * 32;
+  if (!input.starts_with('\x1f')) content.resize((input.size() / bytes + 1) * bytes);
+  const zoo::ImageSet set =
+      zoo::read_cifar({memory_file(content)}, labels, labels.size() - 1, kMaxBytes);
+  require(set.size() > 0 && set.labels.numel() == set.size() && set.channels() == 3,
+          "a label for each image");
+  require(set.labels.max().item<std::int64_t>() < set.classes, "labels of these classes");
+}
+
+void read_names(std::string_view input) {
+  require(zoo::read_class_names(memory_file(input), 3).size() == 3, "a name for each class");
+}
+
+}  // namespace
+
+void cifar(std::string_view input) {
+  if (input.empty()) return;
+  const std::string_view content = input.substr(1);
+  try {  // '0', '1', '2' and so on
+    switch (static_cast<unsigned char>(input.front()) % 3) {
+      case 0: return read_images(content, {{"labels", 10}});
+      case 1: return read_images(content, {{"coarse labels", 20}, {"fine labels", 100}});
+      default: return read_names(content);
     }
-  }
-  try {
-    const auto names = zoo::read_class_names(memory_file(input), 3);
-    require(names.size() == 3, "a name for each class");
   } catch (const FileError&) {
   }
 }

@@ -90,17 +90,16 @@ class Program {
 
 void config(std::string_view input) {
   static auto* const program = new Program;
-  using Words = std::vector<std::string>;
-  for (const Words& command_line : {Words{"train"}, Words{"--lr=0.5", "train"}}) {
-    program->parse(command_line);
-    if (!program->apply(input)) continue;
-    // What is written for a file can be read back, with the same values. All values of a file can
-    // be written.
-    const std::string text = cli::config_text(program->command());
-    program->parse({"train"});
-    require(program->apply(text), "a file that was written to be accepted");
-    require(cli::config_text(program->command()) == text, "the same flags after they were written");
-  }
+  const bool has_flag = input.size() % 2 == 1;
+  program->parse(has_flag ? std::vector<std::string>{"--lr=0.5", "train"}
+                          : std::vector<std::string>{"train"});
+  if (!program->apply(input)) return;
+  // What is written for a file can be read back, with the same values. All values of a file can be
+  // written.
+  const std::string text = cli::config_text(program->command());
+  program->parse({"train"});
+  require(program->apply(text), "a file that was written to be accepted");
+  require(cli::config_text(program->command()) == text, "the same flags after they were written");
 }
 
 void flags(std::string_view input) {

@@ -11,8 +11,10 @@
 namespace semitone::fuzz {
 
 void casts(std::string_view input);       // names of operators and dtypes in cast policies
-void cifar(std::string_view input);       // CIFAR's binary files and names of classes, also gzipped
-void config(std::string_view input);      // the file of semitone train --config
+// CIFAR-10 ('0'), CIFAR-100 ('1'), also gzipped, or names of classes ('2'): the first byte, modulo 3
+void cifar(std::string_view input);
+// The file of semitone train --config; with another flag on the command line if its size is odd.
+void config(std::string_view input);
 void flags(std::string_view input);       // the program's flags: one word a line
 void idx(std::string_view input);         // data sets, also gzipped
 void image(std::string_view input);       // PNG, JPEG, PPM and PGM images
