@@ -2,7 +2,7 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/core/error.h"
-#include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_sgd.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
 #include "tests/support/tensors.h"
@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp::accumulate_test {
@@ -81,13 +82,13 @@ TEST(Accumulate, EqualsOneLargeBatchInFp32) {
   }
 }
 
-// What is rounded to 16 bits is the gradient of a micro-batch, never the sum.
+// What is rounded to 16 bits is the gradient of a micro-batch. At O3 the sum is, too, once.
 TEST(Accumulate, AddsInFp32AtEveryLevel) {
   constexpr std::int64_t kParts = 4;
   for (const char* level : test::kLevels) {
     for (const auto dtype : test::kDtypes) {
       SCOPED_TRACE(std::string(level) + " " + c10::toString(dtype));
-      if (std::string(level) == "O3") continue;  // whose gradients are in 16 bits
+      const auto gradients = std::string(level) == "O3" ? dtype : torch::kFloat;
       Training parted(level, dtype);
       std::vector<at::Tensor> want;
       for (std::int64_t i = 0; i < kParts; ++i) {
@@ -95,19 +96,94 @@ TEST(Accumulate, AddsInFp32AtEveryLevel) {
         parted.mixed.scale_loss(share, parted.optimizer).backward();
         const auto one = parted.gradients();
         for (std::size_t k = 0; k < one.size(); ++k) {
-          EXPECT_EQ(one[k].scalar_type(), torch::kFloat);
+          EXPECT_EQ(one[k].scalar_type(), gradients);
+          const at::Tensor in_fp32 = one[k].to(torch::kFloat);
           if (i == 0) {
-            want.push_back(one[k]);
+            want.push_back(in_fp32);
           } else {
-            want[k] = want[k] + one[k];
+            want[k] = want[k] + in_fp32;
           }
         }
         parted.mixed.zero_grad(parted.optimizer);
       }
+      for (at::Tensor& one : want) one = one.to(gradients);
       parted.accumulate(kParts);
       EXPECT_TRUE(same_bits(parted.gradients(), want));
     }
   }
+}
+
+// A wrapper that records when it may communicate.
+struct Recorder {
+  struct Silence {
+    explicit Silence(bool& given) : silent(given) { silent = true; }
+    Silence(const Silence&) = delete;
+    Silence& operator=(const Silence&) = delete;
+    ~Silence() { silent = false; }
+    bool& silent;
+  };
+  Silence no_sync() { return Silence(silent); }
+  bool silent = false;
+};
+
+// A weight whose gradient is 1 in the first micro-batch, and 1/512 in the others. bf16 has no number
+// between 1 and 1 + 1/128: added in 16 bits, the sum would remain 1.
+struct SmallShares {
+  static constexpr std::int64_t kParts = 16;
+
+  explicit SmallShares(const char* level, bool split)
+      : optimizer(net->parameters(), optim::FusedSGDOptions(0.1).split_master(split)),
+        mixed(initialize(net, optimizer, Options(level).loss_scale(128.0).verbosity(0))) {}
+
+  at::Tensor loss_of(std::int64_t part) {
+    const at::Tensor input = torch::full({1, 1}, part == 0 ? 1.0 : 1.0 / 512);
+    return mixed.forward(net, input).to(torch::kFloat).sum() * kParts;
+  }
+
+  at::Tensor gradient() { return net->weight.grad().detach(); }
+
+  torch::nn::Linear net{torch::nn::LinearOptions(1, 1).bias(false)};
+  optim::FusedSGD optimizer;
+  MixedPrecision mixed;
+};
+
+TEST(Accumulate, LosesNoSmallGradientsOf16Bits) {
+  for (const auto& [level, split] : {std::pair{"O3", false}, std::pair{"O2", true}}) {
+    SCOPED_TRACE(level);
+    SmallShares training(level, split);
+    Recorder wrapper;
+    for (const bool communicates : {false, true}) {
+      const auto loss_of = [&](std::int64_t i) { return training.loss_of(i); };
+      communicates
+          ? amp::accumulate(training.mixed, training.optimizer, wrapper, SmallShares::kParts,
+                            loss_of)
+          : amp::accumulate(training.mixed, training.optimizer, SmallShares::kParts, loss_of);
+      EXPECT_EQ(training.gradient().scalar_type(), torch::kBFloat16);
+      EXPECT_EQ(training.gradient().item<float>(), 1.0F + 4.0F / 128);  // nearest to 1 + 15/512
+      training.mixed.zero_grad(training.optimizer);
+    }
+  }
+}
+
+TEST(Accumulate, KeepsA16BitGradientInItsPlaceInALargerTensor) {
+  SmallShares training("O3", false);
+  const at::Tensor all = torch::zeros({2, 1}, torch::kBFloat16);
+  training.net->weight.mutable_grad() = all.slice(0, 1, 2);
+  amp::accumulate(training.mixed, training.optimizer, SmallShares::kParts,
+                  [&](std::int64_t i) { return training.loss_of(i); });
+  EXPECT_EQ(all[1].item<float>(), 1.0F + 4.0F / 128);
+  EXPECT_EQ(all[0].item<float>(), 0.0F);
+}
+
+TEST(Accumulate, KeepsTheSumOfEarlierMicroBatchesAfterAnException) {
+  SmallShares training("O3", false);
+  EXPECT_THROW(amp::accumulate(training.mixed, training.optimizer, SmallShares::kParts,
+                               [&](std::int64_t i) {
+                                 if (i == 10) throw std::runtime_error("no more data");
+                                 return training.loss_of(i);
+                               }),
+               std::runtime_error);
+  EXPECT_EQ(training.gradient().item<float>(), 1.0F + 2.0F / 128);  // nearest to 1 + 9/512
 }
 
 TEST(Accumulate, AddsToGradientsThatExist) {
@@ -137,19 +213,6 @@ TEST(Accumulate, AnOverflowInAnyMicroBatchSkipsTheStepOnce) {
     EXPECT_EQ(parted.mixed.step(parted.optimizer), Step::stepped);
   }
 }
-
-// A wrapper that records when it may communicate.
-struct Recorder {
-  struct Silence {
-    explicit Silence(bool& given) : silent(given) { silent = true; }
-    Silence(const Silence&) = delete;
-    Silence& operator=(const Silence&) = delete;
-    ~Silence() { silent = false; }
-    bool& silent;
-  };
-  Silence no_sync() { return Silence(silent); }
-  bool silent = false;
-};
 
 TEST(Accumulate, OnlyTheLastMicroBatchCommunicates) {
   for (const std::int64_t parts : {1, 2, 4}) {

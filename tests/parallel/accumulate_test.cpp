@@ -4,6 +4,7 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/comm/init.h"
+#include "semitone/optim/fused_sgd.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
@@ -18,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace semitone::parallel::accumulate_test {
@@ -112,6 +114,34 @@ TEST(AccumulateOnRanks, RanksStayEqualThroughOverflowsAtEveryLevel) {
       EXPECT_EQ(skipped, 2) << level;
       expect_equal_on_all_ranks(group, copies(training.mixed.master_params(training.optimizer)));
       expect_equal_on_all_ranks(group, copies(training.net->parameters()));
+    }
+  });
+}
+
+// A weight whose gradient is 1 in the first micro-batch, and 1/512 in the others, on each rank. bf16
+// has no number between 1 and 1 + 1/128: added in 16 bits, the sum would remain 1.
+TEST(AccumulateOnRanks, LosesNoSmallGradientsOf16Bits) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    constexpr std::int64_t kSmallParts = 16;
+    for (const auto& [level, split] : {std::pair{"O3", false}, std::pair{"O2", true}}) {
+      torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+      optim::FusedSGD optimizer(net->parameters(), optim::FusedSGDOptions(0.1).split_master(split));
+      amp::MixedPrecision mixed =
+          amp::initialize(net, optimizer, amp::Options(level).loss_scale(128.0).verbosity(0));
+      DistributedDataParallel ddp(net, group);
+      for (int step = 0; step < 2; ++step) {
+        amp::accumulate(mixed, optimizer, ddp, kSmallParts, [&](std::int64_t i) {
+          const at::Tensor input = torch::full({1, 1}, i == 0 ? 1.0 : 1.0 / 512);
+          return mixed.forward(ddp, input).to(torch::kFloat).sum() * kSmallParts *
+                 (2 * rank.number());
+        });
+        EXPECT_EQ(net->weight.grad().scalar_type(), torch::kBFloat16) << level;
+        EXPECT_EQ(net->weight.grad().item<float>(), 1.0F + 4.0F / 128) << level;
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+        mixed.zero_grad(optimizer);
+      }
+      expect_equal_on_all_ranks(group, net->parameters());
     }
   });
 }

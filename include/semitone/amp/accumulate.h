@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/amp/detail/gradient_sums.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
@@ -47,10 +48,13 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 ///     }
 ///
 /// Each loss is divided by `micro_batches`, in fp32 (fp64 for an fp64 loss), scaled, and
-/// back-propagated. Gradients are unscaled after each backward pass, added in fp32 if the parameter
-/// is fp32 or has a master weight that is not split, and checked for inf and NaN (except in plain
-/// training, see MixedPrecision::step): an overflow in any micro-batch makes step() skip. They are
-/// added to gradients that exist already. The loss scale is updated once, by step().
+/// back-propagated. Gradients are unscaled after each backward pass, added in fp32, and checked for
+/// inf and NaN (except in plain training, see MixedPrecision::step): an overflow in any micro-batch
+/// makes step() skip. They are added to gradients that exist already. The loss scale is updated once,
+/// by step().
+///
+/// 16-bit gradients (of O3, of split masters) are rounded once, from an fp32 sum that needs 4 bytes
+/// for each element until the end if there are more than two micro-batches.
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
 /// micro-batches have the same size. Otherwise, and for losses that count tokens, return
@@ -74,7 +78,7 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
 }
 
 /// The same with a wrapper that communicates gradients. Only the last micro-batch does, for the
-/// gradients of all. loss_of runs the wrapper's forward: `mixed.forward(ddp, parts[i])`. All ranks
+/// gradients of all: 16-bit ones are rounded before it, and once more with it. loss_of runs the wrapper's forward: `mixed.forward(ddp, parts[i])`. All ranks
 /// need the same number of micro-batches.
 template <CommunicatesGradients Wrapper, typename LossOf>
   requires(std::invocable<LossOf&, std::int64_t>)
@@ -95,11 +99,15 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
     mixed.scale_loss(share, optimizer, options).backward();
     mean = mean.defined() ? mean.add(share.detach()) : share.detach();
   };
+  detail::GradientSums sums(optimizer);
   for (std::int64_t i = 0; i + 1 < micro_batches; ++i) {
     [[maybe_unused]] const auto local = wrapper.no_sync();
     run(i);
+    if (micro_batches > 2) sums.take();  // otherwise one addition, rounded once
   }
+  if constexpr (!std::is_same_v<Wrapper, detail::NoCommunication>) sums.put_back();
   run(micro_batches - 1);
+  sums.put_back();
   return mean;
 }
 

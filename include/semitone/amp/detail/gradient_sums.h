@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <unordered_map>
+
+namespace semitone::amp::detail {
+
+/// Sums of an optimizer's 16-bit gradients over backward passes, in fp32. The gradients of fp32
+/// parameters and of whole masters need none: they are fp32 themselves.
+class GradientSums {
+ public:
+  explicit GradientSums(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
+  GradientSums(const GradientSums&) = delete;
+  GradientSums& operator=(const GradientSums&) = delete;
+  GradientSums(GradientSums&&) = delete;
+  GradientSums& operator=(GradientSums&&) = delete;
+  /// After an exception: returns the sums. An exception while that is done is logged.
+  ~GradientSums();
+
+  /// Adds the gradients to their sums. They remain as zeros: a gradient that is still to be reduced
+  /// over ranks, or that is a part of a larger tensor, keeps its place.
+  void take();
+  /// Adds the sums to the gradients, in fp32, and rounds. No sums are left.
+  void put_back();
+
+ private:
+  struct Sum {
+    at::Tensor parameter;
+    at::Tensor value;
+  };
+  torch::optim::Optimizer* optimizer_;
+  std::unordered_map<c10::TensorImpl*, Sum> sums_;
+};
+
+}  // namespace semitone::amp::detail

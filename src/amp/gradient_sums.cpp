@@ -1,0 +1,50 @@
+#include "semitone/amp/detail/gradient_sums.h"
+
+#include "semitone/core/dtype.h"
+#include "src/core/log.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <exception>
+#include <utility>
+
+namespace semitone::amp::detail {
+
+GradientSums::~GradientSums() {
+  try {
+    put_back();
+  } catch (const std::exception& error) {
+    log()->error(error.what());
+  }
+}
+
+void GradientSums::take() {
+  const at::NoGradGuard no_grad;
+  for (const auto& group : optimizer_->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const at::Tensor& grad = parameter.grad();
+      if (!grad.defined() || !is_16bit(grad.scalar_type()) || grad.layout() != at::kStrided)
+        continue;
+      const auto [sum, is_new] = sums_.try_emplace(parameter.unsafeGetTensorImpl());
+      if (is_new) {
+        sum->second = {parameter, grad.to(at::kFloat)};
+      } else {
+        sum->second.value.add_(grad);
+      }
+      grad.zero_();
+    }
+  }
+}
+
+void GradientSums::put_back() {
+  const at::NoGradGuard no_grad;
+  const auto sums = std::exchange(sums_, {});
+  for (const auto& [tensor, sum] : sums) {
+    at::Tensor& grad = sum.parameter.mutable_grad();
+    if (!grad.defined()) grad = at::zeros_like(sum.parameter);
+    grad.copy_(grad.layout() == at::kStrided ? sum.value.add_(grad) : sum.value);
+  }
+}
+
+}  // namespace semitone::amp::detail
