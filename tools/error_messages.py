@@ -260,7 +260,8 @@ class Reader:
         source, function = functions[0]
         returned = re.fullmatch(r"\{\s*return\s([^;]*);\s*\}", source.text[function.start:function.end])
         bound = {parameter: (argument, scope) for parameter, argument in zip(function.parameters, arguments)}
-        return self.texts(returned.group(1), Scope(source, function.start + 1, bound), depth) if returned else NOTHING_KNOWN
+        found = self.texts(returned.group(1), Scope(source, function.start + 1, bound), depth) if returned else NOTHING_KNOWN
+        return NOTHING_KNOWN if UNKNOWN in dict(found) else found  # it stands for the others too: nan, of a number
 
     def formatted(self, arguments, scope, depth):
         values = [self.texts(argument, scope, depth) for argument in arguments[1:]]

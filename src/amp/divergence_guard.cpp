@@ -84,8 +84,7 @@ DivergenceGuard::Observed DivergenceGuard::classify() {
     return Observed::normal;
   }
   ++state_.spikes;
-  return state_.spikes >= options_.max_consecutive_spikes() ? diverged(too_many_spikes())
-                                                            : Observed::spike;
+  return state_.spikes >= options_.max_consecutive_spikes() ? too_many_spikes() : Observed::spike;
 }
 
 DivergenceGuard::Observed DivergenceGuard::inspect(const at::Tensor& loss) {
@@ -101,7 +100,7 @@ DivergenceGuard::Observed DivergenceGuard::observe(const StepResult& step) {
   if (step == Step::skipped) {
     ++state_.skips;
     const std::int64_t most = options_.max_consecutive_skips();
-    return most > 0 && state_.skips >= most ? diverged(too_many_skips()) : Observed::skipped;
+    return most > 0 && state_.skips >= most ? too_many_skips() : Observed::skipped;
   }
   state_.skips = 0;
   return Observed::normal;
@@ -111,13 +110,14 @@ DivergenceGuard::Observed DivergenceGuard::observe(const at::Tensor& loss, const
   read(loss);
   const Observed of_step = observe(step);
   if (of_step != Observed::normal) return of_step;
-  return std::isfinite(last_loss_) ? classify() : diverged(not_finite());
+  return std::isfinite(last_loss_) ? classify() : not_finite();
 }
 
-DivergenceGuard::Observed DivergenceGuard::diverged(const Finding& finding) {
+DivergenceGuard::Observed DivergenceGuard::diverged(const std::string& expected,
+                                                    const std::string& got,
+                                                    const std::string& remedy) {
   state_.skips = 0;
   state_.spikes = 0;
-  const auto& [expected, got, remedy] = finding;
   if (options_.rollback() == nullptr || rollbacks_ >= options_.max_rollbacks())
     throw DivergedError(kGuard, expected, got, remedy);
   ++rollbacks_;
@@ -125,37 +125,39 @@ DivergenceGuard::Observed DivergenceGuard::diverged(const Finding& finding) {
   return Observed::rolled_back;
 }
 
-DivergenceGuard::Finding DivergenceGuard::too_many_skips() const {
-  return {
+DivergenceGuard::Observed DivergenceGuard::too_many_skips() {
+  return diverged(
       fmt::format("a step within {} steps", options_.max_consecutive_skips()),
       fmt::format("{} consecutive skipped steps up to step {}; before them the mean loss was {}",
                   state_.skips, state_.steps, to_string(mean_loss())),
       "check the loss and the input for inf and NaN first; a lower learning rate or gradient "
-      "clipping may help, a smaller loss scale will not"};
+      "clipping may help, a smaller loss scale will not");
 }
 
-DivergenceGuard::Finding DivergenceGuard::not_finite() const {
-  return {"a finite loss",
-          fmt::format("{} in step {}, which was not skipped; before it the mean loss was {}",
-                      to_string(last_loss_), state_.steps, to_string(mean_loss())),
-          "load an earlier checkpoint, since the weights may be NaN; then check the input, lower "
-          "the learning rate or clip gradients. With a loss scale such steps are skipped"};
+DivergenceGuard::Observed DivergenceGuard::not_finite() {
+  return diverged(
+      "a finite loss",
+      fmt::format("{} in step {}, which was not skipped; before it the mean loss was {}",
+                  to_string(last_loss_), state_.steps, to_string(mean_loss())),
+      "load an earlier checkpoint, since the weights may be NaN; then check the input, lower "
+      "the learning rate or clip gradients. With a loss scale such steps are skipped");
 }
 
-DivergenceGuard::Finding DivergenceGuard::too_many_spikes() const {
+DivergenceGuard::Observed DivergenceGuard::too_many_spikes() {
   const double most = limit();
-  return {std::isfinite(most) ? fmt::format("finite losses of at most {}", to_string(most))
-                              : "finite losses",
-          fmt::format("{} consecutive others, the last {} in step {}; before them the mean was {} "
-                      "and the standard deviation {}",
-                      state_.spikes, to_string(last_loss_), state_.steps, to_string(mean_loss()),
-                      to_string(std::sqrt(state_.variance))),
-          std::isfinite(last_loss_)
-              ? "load an earlier checkpoint, and lower the learning rate, clip gradients or skip "
-                "these batches; raise max_loss_ratio or max_z_score if the loss is usually that "
-                "noisy"
-              : "check the input for inf and NaN, then the weights: load an earlier checkpoint if "
-                "they have some. report::NonFiniteCheck names the operator that made the first"};
+  return diverged(
+      std::isfinite(most) ? fmt::format("finite losses of at most {}", to_string(most))
+                          : "finite losses",
+      fmt::format("{} consecutive others, the last {} in step {}; before them the mean was {} "
+                  "and the standard deviation {}",
+                  state_.spikes, to_string(last_loss_), state_.steps, to_string(mean_loss()),
+                  to_string(std::sqrt(state_.variance))),
+      std::isfinite(last_loss_)
+          ? "load an earlier checkpoint, and lower the learning rate, clip gradients or skip "
+            "these batches; raise max_loss_ratio or max_z_score if the loss is usually that "
+            "noisy"
+          : "check the input for inf and NaN, then the weights: load an earlier checkpoint if "
+            "they have some. report::NonFiniteCheck names the operator that made the first");
 }
 
 void DivergenceGuard::set_step(std::int64_t step) {

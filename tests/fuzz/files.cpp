@@ -69,9 +69,12 @@ void cifar(std::string_view input) {
   const std::string_view content = input.substr(1);
   try {  // '0', '1', '2' and so on
     switch (static_cast<unsigned char>(input.front()) % 3) {
-      case 0: return read_images(content, {{"labels", 10}});
-      case 1: return read_images(content, {{"coarse labels", 20}, {"fine labels", 100}});
-      default: return read_names(content);
+      case 0:
+        return read_images(content, {{"labels", 10}});
+      case 1:
+        return read_images(content, {{"coarse labels", 20}, {"fine labels", 100}});
+      default:
+        return read_names(content);
     }
   } catch (const FileError&) {
   }

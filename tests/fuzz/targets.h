@@ -10,21 +10,21 @@
 // `make fuzz` generates inputs with libFuzzer; the test fuzz_corpus_test runs those in corpus/.
 namespace semitone::fuzz {
 
-void casts(std::string_view input);       // names of operators and dtypes in cast policies
+void casts(std::string_view input);  // names of operators and dtypes in cast policies
 // CIFAR-10 ('0'), CIFAR-100 ('1'), also gzipped, or names of classes ('2'): the first byte, modulo 3
 void cifar(std::string_view input);
 // The file of semitone train --config; with another flag on the command line if its size is odd.
 void config(std::string_view input);
-void flags(std::string_view input);       // the program's flags: one word a line
-void idx(std::string_view input);         // data sets, also gzipped
-void image(std::string_view input);       // PNG, JPEG, PPM and PGM images
-void lines(std::string_view input);       // the lines of a connection
-void manifest(std::string_view input);    // checkpoints' manifests
-void messages(std::string_view input);    // lines of launchers
-void pickle(std::string_view input);      // the pickle in a file of torch.save
-void policy(std::string_view input);      // cast policies in files
-void records(std::string_view input);     // the lines of a run's record, and its report
-void rendezvous(std::string_view input);  // URLs, endpoints and ranks with streams
+void flags(std::string_view input);        // the program's flags: one word a line
+void idx(std::string_view input);          // data sets, also gzipped
+void image(std::string_view input);        // PNG, JPEG, PPM and PGM images
+void lines(std::string_view input);        // the lines of a connection
+void manifest(std::string_view input);     // checkpoints' manifests
+void messages(std::string_view input);     // lines of launchers
+void pickle(std::string_view input);       // the pickle in a file of torch.save
+void policy(std::string_view input);       // cast policies in files
+void records(std::string_view input);      // the lines of a run's record, and its report
+void rendezvous(std::string_view input);   // URLs, endpoints and ranks with streams
 void safetensors(std::string_view input);  // the JSON header, and sizes that it states
 void text(std::string_view input);         // texts, also gzipped
 void values(std::string_view input);       // values of flags: policies, processes, nodes, intervals

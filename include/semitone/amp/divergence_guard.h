@@ -187,16 +187,11 @@ class DivergenceGuard {
   // Adds the last loss to the mean, or counts a spike.
   Observed classify();
   void add(double loss);
-  // The parts of an error's message.
-  struct Finding {
-    std::string expected;
-    std::string got;
-    std::string remedy;
-  };
-  Observed diverged(const Finding& finding);
-  Finding too_many_skips() const;
-  Finding not_finite() const;
-  Finding too_many_spikes() const;
+  // Calls the rollback, or throws the error.
+  Observed diverged(const std::string& expected, const std::string& got, const std::string& remedy);
+  Observed too_many_skips();
+  Observed not_finite();
+  Observed too_many_spikes();
 
   DivergenceGuardOptions options_;
   State state_;
