@@ -227,7 +227,7 @@ TEST(CommHooksConformance, QuantizedMeansAreAsCloseToTheExactOnesAsTorchs) {
       const at::Tensor errors = channel_of(mean, channel) - in.exact;
       const at::Tensor per_channel = channel_of(of_torch("perchannel"), channel) - in.exact;
       const at::Tensor per_tensor = channel_of(of_torch("pertensor"), channel) - in.exact;
-      const double roundings = 1 + 16.0 * std::numeric_limits<float>::epsilon();
+      const double roundings = 1 + 16 * double{std::numeric_limits<float>::epsilon()};
       // Half a step in each of the two roundings; torch: one rounding, and another half step at the
       // ends of the range, whose zero point is an integer.
       EXPECT_LE(largest_of(errors), in.largest / 127 * roundings);
