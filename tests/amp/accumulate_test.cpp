@@ -82,7 +82,8 @@ TEST(Accumulate, EqualsOneLargeBatchInFp32) {
   }
 }
 
-// What is rounded to 16 bits is the gradient of a micro-batch. At O3 the sum is, too, once.
+// What is rounded to 16 bits is the gradient of a micro-batch. At O3 the sum is, too: before the last
+// micro-batch, and with it.
 TEST(Accumulate, AddsInFp32AtEveryLevel) {
   constexpr std::int64_t kParts = 4;
   for (const char* level : test::kLevels) {
@@ -100,9 +101,10 @@ TEST(Accumulate, AddsInFp32AtEveryLevel) {
           const at::Tensor in_fp32 = one[k].to(torch::kFloat);
           if (i == 0) {
             want.push_back(in_fp32);
-          } else {
-            want[k] = want[k] + in_fp32;
+            continue;
           }
+          if (i == kParts - 1) want[k] = want[k].to(gradients);
+          want[k] = want[k].to(torch::kFloat) + in_fp32;
         }
         parted.mixed.zero_grad(parted.optimizer);
       }
@@ -163,6 +165,20 @@ TEST(Accumulate, LosesNoSmallGradientsOf16Bits) {
       training.mixed.zero_grad(training.optimizer);
     }
   }
+}
+
+// In fp16, whose largest number is 65504, the sum overflows, and no micro-batch does.
+TEST(Accumulate, AnOverflowOfA16BitSumSkipsTheStep) {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+  MixedPrecision mixed =
+      initialize(net, optimizer, Options("O3").dtype(torch::kHalf).loss_scale(2.0).verbosity(0));
+  const at::Tensor before = net->weight.detach().clone();
+  amp::accumulate(mixed, optimizer, 5, [&](std::int64_t) {
+    return mixed.forward(net, torch::full({1, 1}, 20'000.0)).to(torch::kFloat).sum() * 5;
+  });
+  EXPECT_EQ(mixed.step(optimizer), Step::skipped);
+  EXPECT_TRUE(same_bits(net->weight, before));
 }
 
 TEST(Accumulate, KeepsA16BitGradientInItsPlaceInALargerTensor) {

@@ -53,8 +53,10 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// makes step() skip. They are added to gradients that exist already. The loss scale is updated once,
 /// by step().
 ///
-/// 16-bit gradients (of O3, of split masters) are rounded once, from an fp32 sum that needs 4 bytes
-/// for each element until the end if there are more than two micro-batches.
+/// 16-bit gradients (at O3, with split masters) are rounded in each micro-batch, as they are there
+/// without accumulation: in fp16, what is below 6e-8 once it is unscaled and divided becomes 0. Their
+/// sum is kept in fp32, rounded before the last micro-batch, and again with it. If there are more
+/// than two, it needs 4 bytes for each element until then.
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
 /// micro-batches have the same size. Otherwise, and for losses that count tokens, return
@@ -78,7 +80,7 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
 }
 
 /// The same with a wrapper that communicates gradients. Only the last micro-batch does, for the
-/// gradients of all: 16-bit ones are rounded before it, and once more with it. loss_of runs the wrapper's forward: `mixed.forward(ddp, parts[i])`. All ranks
+/// gradients of all. loss_of runs the wrapper's forward: `mixed.forward(ddp, parts[i])`. All ranks
 /// need the same number of micro-batches.
 template <CommunicatesGradients Wrapper, typename LossOf>
   requires(std::invocable<LossOf&, std::int64_t>)
@@ -105,9 +107,8 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
     run(i);
     if (micro_batches > 2) sums.take();  // otherwise one addition, rounded once
   }
-  if constexpr (!std::is_same_v<Wrapper, detail::NoCommunication>) sums.put_back();
+  sums.put_back();  // before the last: it is reduced over ranks, and checked for inf, with the sums
   run(micro_batches - 1);
-  sums.put_back();
   return mean;
 }
 
