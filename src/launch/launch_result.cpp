@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <csignal>
 
 namespace semitone::launch {
@@ -13,6 +12,23 @@ constexpr int kExitLost = 1;
 // Shells use the same numbers.
 int code_of_signal(int signal) {
   return 128 + signal;
+}
+
+// Processes may save their work after SIGTERM and SIGHUP (which they receive as SIGTERM). What went
+// wrong then must not look like work that is saved.
+int code_of_interrupted(const LaunchResult& result) {
+  int code = code_of_signal(result.signal);
+  if (result.signal != SIGTERM && result.signal != SIGHUP) return code;
+  for (const WorkerStatus& worker : result.workers) {
+    if (!worker.stopped) continue;
+    const ExitStatus& status = worker.status;
+    if (status.signal == SIGKILL) return code_of_signal(SIGKILL);
+    const bool has_failed = status.signal == 0 && status.code != 0 &&
+                            status.code != code_of_signal(SIGTERM) &&
+                            status.code != code_of_signal(result.signal);
+    if (has_failed) code = status.code;
+  }
+  return code;
 }
 
 std::string indented(const std::string& lines) {
@@ -40,14 +56,8 @@ int LaunchResult::exit_code() const {
   switch (outcome) {
     case LaunchOutcome::succeeded:
       return 0;
-    case LaunchOutcome::interrupted: {
-      const bool lost_work =
-          (signal == SIGTERM || signal == SIGHUP) &&
-          std::any_of(workers.begin(), workers.end(), [](const WorkerStatus& worker) {
-            return worker.stopped && worker.status.signal == SIGKILL;
-          });
-      return code_of_signal(lost_work ? SIGKILL : signal);
-    }
+    case LaunchOutcome::interrupted:
+      return code_of_interrupted(*this);
     case LaunchOutcome::failed: {
       const ExitStatus status =
           first_failure.has_value() ? first_failure->status : ExitStatus{1, 0};

@@ -215,7 +215,10 @@ void WorkerGroup::abandon() {
   for (Worker& worker : workers_) {
     if (worker.group_ended) continue;
     log()->warn("process {} does not end, even after SIGKILL: abandoned", worker.id);
-    if (!worker.status.has_value()) worker.status = ExitStatus{0, SIGKILL};
+    if (!worker.status.has_value()) {
+      worker.status = ExitStatus{0, SIGKILL};
+      worker.stopped = true;
+    }
     worker.group_ended = true;
     reaper_.remove(worker.id);
   }

@@ -19,6 +19,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 
 // Jobs on one node.
 namespace semitone::launch {
@@ -217,6 +218,27 @@ TEST_F(LauncherTest, AProcessThatOutlastsTheGraceCountsAsKilled) {
   EXPECT_EQ(stopped.signal, SIGTERM);
   EXPECT_EQ(stopped.exit_code(), 128 + SIGKILL);
   expect_all_gone("ids", 1);
+}
+
+// A disk may be full when it saves its work.
+TEST_F(LauncherTest, AProcessThatFailsAfterSigtermGivesItsExitCode) {
+  for (const int signal : {SIGTERM, SIGHUP}) {
+    for (const auto& [code, expected] :
+         {std::pair{0, 128 + signal}, std::pair{128 + SIGTERM, 128 + signal},
+          std::pair{128 + signal, 128 + signal}, std::pair{3, 3}}) {
+      write_text(folder_ / "ids", "");
+      const std::string trap = "trap 'exit " + std::to_string(code) + "' TERM; ";
+      Launcher launcher(shell(
+          "[ $RANK = 1 ] && " + trap + "echo $$ >> $DIR/ids; while :; do sleep 0.01; done", 2));
+      auto result = std::async(std::launch::async, [&] { return launcher.run(); });
+      ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 2; }));
+      launcher.stop(signal);
+      const LaunchResult stopped = result.get();
+      EXPECT_EQ(stopped.outcome, LaunchOutcome::interrupted);
+      EXPECT_EQ(stopped.exit_code(), expected) << code;
+      expect_all_gone("ids", 2);
+    }
+  }
 }
 
 // Only node 0 compares names, and one machine may have any.

@@ -63,6 +63,7 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
   }
   group.update(now);
   EXPECT_TRUE(group.has_ended());
+  EXPECT_TRUE(group.statuses().front().stopped);
   EXPECT_TRUE(test::is_running(id));
   all_are_deaf = false;
   ASSERT_EQ(::kill(id, SIGKILL), 0);

@@ -55,9 +55,11 @@ struct LaunchResult {
   std::vector<WorkerStatus> workers;           ///< of this node; empty if none was started
 
   /// The exit code for a program, as shells define it: 0 on success; the first failed process's
-  /// exit code, or 128 + its signal; 128 + the signal of stop(), but 137 (SIGKILL) if a process of
-  /// this node had not ended when the grace period after SIGTERM or SIGHUP was over: it may not have
-  /// saved its work; 1 for a lost node.
+  /// exit code, or 128 + its signal; 1 for a lost node; 128 + the signal of stop().
+  ///
+  /// After stop(SIGTERM) and stop(SIGHUP) a process of this node may not have saved its work. If one
+  /// had not ended when the grace period was over: 137 (SIGKILL). Otherwise, if one returned another
+  /// exit code than 0 and 128 + the signal (or 128 + SIGTERM): that code.
   int exit_code() const;
 };
 

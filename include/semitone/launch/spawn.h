@@ -24,10 +24,10 @@ namespace semitone::launch {
 /// its beginning up to its call of spawn, which calls the function and returns. In the process that
 /// started the others, spawn only waits, and does not call the function. Code before the call may
 /// prepare values that the function captures, but runs in every process. Return from main() after
-/// the call, as above, or if the result has no workers:
+/// the call, as above, or if the result has no workers: in these processes, and if none was started.
 ///
 ///     const auto result = launch::spawn(train, 4);
-///     if (result.workers.empty()) return 0;  // one of the processes
+///     if (result.workers.empty()) return result.exit_code();
 ///
 /// A process that `semitone launch` or torchrun has started (RANK or WORLD_SIZE is set) calls the
 /// function at once, and starts no others. Such a program therefore also runs on several machines.
