@@ -244,11 +244,13 @@ void say_left_out(const std::vector<amp::OptLevel>& levels) {
 
 void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
   const std::filesystem::path& directory = flags.options.checkpoint_dir();
+  const std::int64_t last = result.last_checkpoint.value_or(result.steps);
   std::cerr << fmt::format(
-      "[train] stopped by {} after step {}: the checkpoint is '{}' — continue with "
+      "[train] stopped by {} after step {}: the checkpoint is '{}'{} — continue with "
       "--checkpoint-dir '{}' --resume auto\n",
       launch::ExitStatus{0, result.stop_signal}.to_string(), result.steps,
-      checkpoint::complete_path(directory, result.steps).string(), directory.string());
+      checkpoint::complete_path(directory, last).string(),
+      last == result.steps ? "" : ", since later losses are spikes", directory.string());
 }
 
 // On the CPU of a machine with GPUs the default would be NCCL.

@@ -47,7 +47,7 @@ Place find_place(const fs::path& path) {
   const fs::path real = fs::canonical(path, error);
   if (error) {
     throw FileError(kCheckpoints, fmt::format("checkpoints to resume from at '{}'", path.string()),
-                    error.message(), "--resume auto starts a new run if there is none");
+                    error.message(), "--resume auto starts a new run if there are none");
   }
   if (const auto place = place_of_step(real)) return *place;
   if (checkpoint::steps_to_resume_in(real).empty()) {

@@ -56,8 +56,9 @@ class Checkpoints {
   // training uses it.
   std::optional<std::filesystem::path> resume();
 
-  // Whether this training has saved a checkpoint in the options' directory, or resumed from one there.
-  bool has_one() const { return last_.has_value(); }
+  // The step of the last checkpoint that this training has saved in the options' directory, or
+  // loaded from there.
+  std::optional<std::int64_t> last_step() const { return last_; }
 
   // Loads the newest checkpoint of the options' directory that this training has saved there or
   // resumed from, with its position, and returns its step. Returns std::nullopt if there is none.

@@ -108,8 +108,8 @@ class TrainOptions {
   TORCH_ARG(SaveInterval, save_every);
   // Number of checkpoints that stay in checkpoint_dir, the newest ones; 0: all.
   TORCH_ARG(std::int64_t, keep) = 3;
-  // Resume from the newest undamaged checkpoint of checkpoint_dir, or start a new run if there is
-  // none. The first start and every later one can therefore have the same options.
+  // Resume from the newest undamaged checkpoint of checkpoint_dir, or start a new run if it has no
+  // checkpoints; FileError if all are damaged. The first start and every later one can therefore have the same options.
   TORCH_ARG(bool, resume_auto) = false;
   // Directory to resume from: one of checkpoints, whose newest is taken, or that of one step. Empty:
   // start anew. Not with resume_auto.
@@ -251,8 +251,7 @@ void add_checkpoint_flags(Flags& add, TrainOptions& options) {
         options.resume_auto(path == "auto").resume_from(path == "auto" ? "" : path);
       },
       "Resume bit for bit. auto: from the newest undamaged checkpoint of --checkpoint-dir, or a "
-      "new "
-      "run if there is none; PATH: a directory of checkpoints, or that of one step");
+      "new run if it has no checkpoints; PATH: a directory of checkpoints, or that of one step");
   add.text(
       "--save-weights", "FILE", [&](const std::string& path) { options.save_weights(path); },
       "Write the trained weights in fp32: NAME.safetensors, or NAME.pt, .pth or .bin for Python's "

@@ -110,7 +110,7 @@ class Run {
     train_to_end();
     // Among spikes there is no good checkpoint to roll back to: the resumed run repeats these steps.
     const bool keeps_last = stop_signal_ != 0 && losses_.delays_checkpoints();
-    if (!keeps_last || !checkpoints_.has_one()) checkpoints_.save();
+    if (!keeps_last || !checkpoints_.last_step().has_value()) checkpoints_.save();
     std::vector<std::string> not_saved;
     const auto note = [&](const std::string& error) {
       if (!error.empty()) not_saved.push_back(error);
@@ -352,6 +352,7 @@ class Run {
     result.final_loss_scale = loss_scale();
     result.train_seconds = train_seconds_;
     result.stop_signal = stop_signal_;
+    result.last_checkpoint = checkpoints_.last_step();
     result.seed = static_cast<std::uint64_t>(options_.seed());
     result.processes = group().size();
     result.threads = at::get_num_threads();

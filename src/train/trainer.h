@@ -43,6 +43,9 @@ struct TrainResult {
   // The signal of TrainOptions::stop_signal that ended the training, the largest if there were
   // several; the results of the test are then NaN. 0: none.
   int stop_signal = 0;
+  // The step of the last checkpoint in TrainOptions::checkpoint_dir, if there is one. After a signal
+  // among loss spikes it is from before them.
+  std::optional<std::int64_t> last_checkpoint;
   std::uint64_t seed = 0;
   int processes = 1;
   int threads = 1;  // per process

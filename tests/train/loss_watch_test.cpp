@@ -246,13 +246,16 @@ TEST_F(RollingBack, OfARunThatIsStoppedAmongSpikesIsStillPossible) {
                                                options().keep(1).stop_signal(stop), watcher);
   EXPECT_EQ(stopped.stop_signal, SIGTERM);
   EXPECT_THAT(steps_in(run_), ElementsAre(20));
+  EXPECT_EQ(stopped.last_checkpoint, 20);
 
   fs::remove_all(run_);
   Watcher early;
   const auto stop_early = [&] { return early.steps.size() == 23 ? SIGTERM : 0; };
-  train_classifier(spiky_net({21, 22, 23}), data(),
-                   options().save_every({.steps = 30}).stop_signal(stop_early), early);
+  const TrainResult first =
+      train_classifier(spiky_net({21, 22, 23}), data(),
+                       options().save_every({.steps = 30}).stop_signal(stop_early), early);
   EXPECT_THAT(steps_in(run_), ElementsAre(23));  // better than none
+  EXPECT_EQ(first.last_checkpoint, 23);
 }
 
 TEST_F(RollingBack, HappensAFewTimesOnly) {
