@@ -20,9 +20,9 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 ///
 /// Floating-point tensors below fp32 are returned in fp32: the fp32 master weight if the model
 /// belongs to an `amp::initialize` with masters, otherwise the tensor itself, cast. Other tensors
-/// keep their dtype. Only a tensor that was cast is a copy. The others share memory with the model or
-/// with its masters, as in Python: clone() what has to survive the next step. None of them requires
-/// a gradient.
+/// keep their dtype. Tensors that were cast, and split masters, are copies. The others share memory
+/// with the model or with its masters, as in Python: clone() what has to survive the next step. None
+/// of them requires a gradient.
 StateDict state_dict(const amp::Model& model);
 
 /// What `load_state_dict` does about names.
