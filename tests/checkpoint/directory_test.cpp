@@ -377,6 +377,29 @@ TEST_F(CheckpointDirectory, ThatIsReadOnlyIsAnErrorAndStaysAsItIs) {
   checkpoint.save(2);
 }
 
+// Another user has put something into an old checkpoint.
+TEST_F(CheckpointDirectory, WithAnOldCheckpointThatCannotBeRemovedTakesNewOnes) {
+  auto checkpoint = make(CheckpointOptions().keep(1));
+  checkpoint.save(1);
+  const fs::path foreign = checkpoint.path_of(1) / "foreign";
+  fs::create_directory(foreign);
+  write_text(foreign / "file", "");
+  fs::permissions(foreign, fs::perms::owner_read | fs::perms::owner_exec);
+  for (const fs::path& path : {folder_.path(), checkpoint.directory(), checkpoint.path_of(1)})
+    fs::permissions(path, fs::perms::all);
+  const CapturedLog log;
+  {
+    const AnotherUser user;
+    for (const std::int64_t step : {2, 3, 4}) checkpoint.save(step);
+  }
+  EXPECT_THAT(names_in(checkpoint.directory()),
+              ElementsAre("step-00000001.partial", "step-00000004"));
+  EXPECT_THAT(log.text(), HasSubstr("step-00000001.partial', got Permission denied"));
+  fs::permissions(checkpoint.directory() / "step-00000001.partial" / "foreign", fs::perms::all);
+  checkpoint.save(5);
+  EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000005"));
+}
+
 // The kernel refuses to let files grow beyond a size: what a full disk does, for this process.
 class FileSizeLimit {
  public:
