@@ -15,9 +15,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <future>
 #include <iterator>
 #include <ranges>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -32,6 +34,16 @@ std::optional<std::int64_t> later_step(const std::vector<std::int64_t>& steps, s
     if (!rejected.contains(*other)) return *other;
   }
   return std::nullopt;
+}
+
+template <typename Work>
+std::future<void> in_thread(Work&& work) {
+  try {
+    return std::async(std::launch::async, std::forward<Work>(work));
+  } catch (const std::system_error& error) {
+    throw Error(kSave, "a thread that writes the files", error.code().message(),
+                "allow more processes (ulimit -u, or the container's limit), or call save()");
+  }
 }
 
 }  // namespace
@@ -232,18 +244,29 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   require_all_shares();
   if (!background.has_value()) background = comm::group_of_cpus(options.group());
   copying = {};
-  std::vector<PendingFile> files;
-  on_all_ranks(options.group(), kSave, [&] { files = copies(); });
-  std::packaged_task<void()> copy([copies = deferred] { copies->run(); });
-  const std::shared_future<void> copied = copy.get_future().share();
-  writing = std::async(std::launch::async,
-                       [this, manifest = new_manifest(step, metric), files = std::move(files),
-                        copies = deferred, copy = std::move(copy), copied]() mutable {
-                         copy();  // an exception is in `copied`
-                         on_all_ranks(*background, kSave, [&] { copied.get(); });
-                         write(*background, std::move(manifest), std::move(files),
-                               [&] { copies->require_confirmed_if_changed(); });
-                       });
+  std::promise<bool> agreement;  // that all ranks have their copies and threads
+  std::shared_future<void> copied;
+  try {
+    on_all_ranks(options.group(), kSave, [&] {
+      std::vector<PendingFile> files = copies();
+      std::packaged_task<void()> copy([copies = deferred] { copies->run(); });
+      copied = copy.get_future().share();
+      writing = in_thread([this, manifest = new_manifest(step, metric), files = std::move(files),
+                           copies = deferred, copy = std::move(copy), copied,
+                           agreed = agreement.get_future()]() mutable {
+        if (!agreed.get()) return;
+        copy();  // an exception is in `copied`
+        on_all_ranks(*background, kSave, [&] { copied.get(); });
+        write(*background, std::move(manifest), std::move(files),
+              [&] { copies->require_confirmed_if_changed(); });
+      });
+    });
+  } catch (...) {
+    agreement.set_value(false);
+    writing = {};  // after the end of the thread
+    throw;
+  }
+  agreement.set_value(true);
   if (!deferred->is_empty()) copying = copied;
 }
 

@@ -12,6 +12,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -119,6 +122,52 @@ TEST(CheckpointOfRanks, IsWholeOnlyIfEveryRanksFilesAre) {
     if (rank.number() == 0) {
       EXPECT_THAT(log.text(), HasSubstr("own.rank1.pt"));
     }
+  });
+}
+
+// Meanwhile this thread can start no other. Root has no such limit, so it becomes another user.
+class NoMoreThreads {
+ public:
+  NoMoreThreads() {
+    EXPECT_EQ(::getrlimit(RLIMIT_NPROC, &before_), 0);
+    const rlimit none{0, before_.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_NPROC, &none), 0);
+    // Not by setresuid(), which changes all threads.
+    EXPECT_TRUE(!was_root_ || ::syscall(SYS_setresuid, 65534, 65534, 0) == 0);
+  }
+  ~NoMoreThreads() {
+    EXPECT_TRUE(!was_root_ || ::syscall(SYS_setresuid, 0, 0, 0) == 0);
+    EXPECT_EQ(::setrlimit(RLIMIT_NPROC, &before_), 0);
+  }
+  NoMoreThreads(const NoMoreThreads&) = delete;
+  NoMoreThreads& operator=(const NoMoreThreads&) = delete;
+
+ private:
+  bool was_root_ = ::geteuid() == 0;
+  rlimit before_{};
+};
+
+TEST(CheckpointOfRanks, IsNotWrittenIfOneRankCannotStartItsThread) {
+  run_ranks(2, [](Rank& rank) {
+    at::set_num_threads(1);
+    const auto group = comm::init();
+    Values values;
+    auto checkpoint = values.checkpoint(rank.folder() / "run", group);
+    checkpoint.save_async(1);
+    checkpoint.wait();
+    {
+      std::optional<NoMoreThreads> limit;
+      if (rank.number() == 1) limit.emplace();
+      EXPECT_THAT(message_of<Error>([&] { checkpoint.save_async(2); }),
+                  HasSubstr("expected a thread that writes the files"));
+    }
+    values = {3, rank.number()};
+    checkpoint.save_async(3);
+    checkpoint.wait();
+    EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 3));
+    values = {};
+    EXPECT_EQ(checkpoint.resume(), 3);
+    EXPECT_EQ(values.own, rank.number());
   });
 }
 
