@@ -173,8 +173,9 @@ std::optional<fs::path> Checkpoints::resume() {
 
 std::optional<std::int64_t> Checkpoints::roll_back() {
   if (!last_.has_value()) return std::nullopt;
-  if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
+  settle();
   OwnOptions own_options(training_.optimizer);
+  loss_sums_ = at::Tensor();  // there may be those of another number of processes
   last_ = own_->resume();
   if (!last_.has_value()) return std::nullopt;  // the first one could not be written
   own_options.put_back();
@@ -255,9 +256,10 @@ void Checkpoints::require_writable() const {
 
 void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
-  if (!own_.has_value() || last_ == step) return;
+  if (!own_.has_value()) return;
+  settle();
+  if (last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
-  if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
   own_->save_async(step);
   last_ = step;
 }
@@ -273,8 +275,26 @@ std::string Checkpoints::wait() {
   } catch (const CommError&) {
     throw;  // a rank is lost: the training cannot go on
   } catch (const std::exception& error) {
+    find_last();
     return checkpoint::message_of(error);
   }
+}
+
+void Checkpoints::settle() {
+  if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
+}
+
+// The directory has no checkpoints of other trainings.
+void Checkpoints::find_last() {
+  const std::string newest = on_rank_0(options_.group(), [&] {
+    try {
+      const auto steps = own_->steps();
+      return steps.empty() ? std::string() : std::to_string(steps.back());
+    } catch (const FileError&) {
+      return std::string();  // for a while, perhaps
+    }
+  });
+  last_ = newest.empty() ? std::nullopt : std::optional<std::int64_t>(std::stoll(newest));
 }
 
 void require_resumable(const TrainOptions& options) {

@@ -81,12 +81,16 @@ class Checkpoints {
   // processes, though not the same text; otherwise "". CommError is thrown.
   std::string wait();
 
+  // The same, but logs the error: what follows does not need that checkpoint.
+  void settle();
+
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);
   std::optional<std::int64_t> resume_from(std::filesystem::path& directory);
   void take_lock();
   void require_last(std::optional<std::int64_t> step) const;
   void restore_position(std::int64_t step);
+  void find_last();
 
   const TrainOptions& options_;
   Training training_;

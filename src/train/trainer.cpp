@@ -110,6 +110,7 @@ class Run {
     train_to_end();
     // Among spikes there is no good checkpoint to roll back to: the resumed run repeats these steps.
     const bool keeps_last = stop_signal_ != 0 && losses_.delays_checkpoints();
+    checkpoints_.settle();
     if (!keeps_last || !checkpoints_.last_step().has_value()) checkpoints_.save();
     std::vector<std::string> not_saved;
     const auto note = [&](const std::string& error) {

@@ -17,6 +17,7 @@
 #include <csignal>
 #include <cstddef>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,51 @@ TEST(DistributedCheckpoints, AnotherNumberOfProcessesContinuesWithTheSameImages)
           train_classifier(models.factory(), data(), together(20).batch_size(16).resume_from(one));
         },
         {"[checkpoint.resume]", "images per step 32", "got images per step 16"});
+  });
+}
+
+// Makes a weight NaN in step 20, which is then saved.
+struct Ruin : Losses {
+  using Losses::on;
+  void on(const TrainingBegins& begin) override { model = &begin.model; }
+  void on(const StepDone& step) override {
+    Losses::on(step);
+    const at::NoGradGuard no_grad;
+    if (step.step == 20)
+      model->parameters().front().fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  void on(const RolledBack& rolled_back) override { rollbacks.push_back(rolled_back); }
+  const torch::nn::Module* model = nullptr;
+  std::vector<RolledBack> rollbacks;
+};
+
+TEST(DistributedCheckpoints, ARollbackMayGoBackToAnotherNumberOfProcesses) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Models models(0);
+    const auto run = rank.folder() / "run";
+    const auto options = [&](const comm::Group& of, std::int64_t steps) {
+      return options_for(OptLevel::O0, of)
+          .sync_batch_norm(true)
+          .checkpoint_dir(run)
+          .max_steps(steps);
+    };
+    train_classifier(models.factory(), data(), options(group, 10));
+    if (group.rank() > 0) return;
+    Ruin ruin;
+    const auto result =
+        train_classifier(models.factory(), data(),
+                         options(comm::Group(), 30)
+                             .batch_size(16)
+                             .resume_auto(true)
+                             .save_every({.steps = 10})
+                             .divergence_guard(amp::DivergenceGuardOptions().max_loss_ratio(1000))
+                             .on_spike(OnSpike::rollback),
+                         ruin);
+    ASSERT_EQ(ruin.rollbacks.size(), 1U);
+    EXPECT_EQ(ruin.rollbacks[0].step, 20);
+    EXPECT_EQ(ruin.rollbacks[0].saved, 10);
+    EXPECT_EQ(result.steps, 30);
   });
 }
 

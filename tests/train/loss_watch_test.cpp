@@ -14,8 +14,11 @@
 
 #include <torch/torch.h>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <csignal>
@@ -26,6 +29,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace semitone::train {
@@ -37,6 +41,7 @@ using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
@@ -256,6 +261,37 @@ TEST_F(RollingBack, OfARunThatIsStoppedAmongSpikesIsStillPossible) {
                        options().save_every({.steps = 30}).stop_signal(stop_early), early);
   EXPECT_THAT(steps_in(run_), ElementsAre(23));  // better than none
   EXPECT_EQ(first.last_checkpoint, 23);
+}
+
+// Takes the directory of checkpoints from its training for a while, as a second one would.
+struct Intruder : Watcher {
+  explicit Intruder(fs::path directory_) : directory(std::move(directory_)) {}
+  void on(const StepDone& step) override {
+    Watcher::on(step);
+    if (step.step == 14) {
+      file = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+      EXPECT_EQ(::flock(file, LOCK_EX | LOCK_NB), 0);
+    } else if (step.step == 18) {
+      ::close(file);
+    }
+  }
+  using Watcher::on;
+  fs::path directory;
+  int file = -1;
+};
+
+// The only save before the spikes has failed.
+TEST_F(RollingBack, OfARunThatIsStoppedAmongSpikesNeedsACheckpointThatWasWritten) {
+  const test::CapturedLog log;
+  Intruder intruder(run_);
+  const auto stop = [&] { return intruder.steps.size() == 23 ? SIGTERM : 0; };
+  const TrainResult stopped =
+      train_classifier(spiky_net({21, 22, 23}), data(),
+                       options().save_every({.steps = 15}).stop_signal(stop), intruder);
+  EXPECT_THAT(log.text(), HasSubstr("one process at a time"));
+  EXPECT_THAT(stopped.not_saved, IsEmpty());
+  EXPECT_THAT(steps_in(run_), ElementsAre(23));
+  EXPECT_EQ(stopped.last_checkpoint, 23);
 }
 
 TEST_F(RollingBack, HappensAFewTimesOnly) {
