@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <exception>
+#include <limits>
 #include <utility>
 
 namespace semitone::amp::detail {
@@ -37,14 +38,19 @@ void GradientSums::take() {
   }
 }
 
-void GradientSums::put_back() {
+at::Tensor GradientSums::put_back() {
   const at::NoGradGuard no_grad;
   const auto sums = std::exchange(sums_, {});
+  at::Tensor finite;
   for (const auto& [tensor, sum] : sums) {
     at::Tensor& grad = sum.parameter.mutable_grad();
     if (!grad.defined()) grad = at::zeros_like(sum.parameter);
     grad.copy_(grad.layout() == at::kStrided ? sum.value.add_(grad) : sum.value);
+    const at::Tensor all = at::isfinite(grad).all();
+    finite = finite.defined() ? finite.logical_and(all.to(finite.device())) : all;
   }
+  if (!finite.defined()) return {};
+  return at::where(finite, 1.0, std::numeric_limits<double>::quiet_NaN());
 }
 
 }  // namespace semitone::amp::detail

@@ -94,21 +94,23 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
     const events::PhaseScope phase(events::Phase::forward);
     return loss_of(index);
   };
-  const auto run = [&](std::int64_t index) {
+  const auto run = [&](std::int64_t index, const at::Tensor& factor) {
     const at::Tensor loss = forward(index);
     const auto dtype = loss.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor share = loss.to(dtype).div(micro_batches);
-    mixed.scale_loss(share, optimizer, options).backward();
+    const at::Tensor checked = factor.defined() ? share * factor.to(share.device(), dtype) : share;
+    mixed.scale_loss(checked, optimizer, options).backward();
     mean = mean.defined() ? mean.add(share.detach()) : share.detach();
   };
   detail::GradientSums sums(optimizer);
   for (std::int64_t i = 0; i + 1 < micro_batches; ++i) {
     [[maybe_unused]] const auto local = wrapper.no_sync();
-    run(i);
+    run(i, {});
     if (micro_batches > 2) sums.take();  // otherwise one addition, rounded once
   }
-  sums.put_back();  // before the last: it is reduced over ranks, and checked for inf, with the sums
-  run(micro_batches - 1);
+  // Before the last one, which reduces all of them over ranks. A sum that overflows in 16 bits makes
+  // its gradients NaN, so that the step is skipped, on all ranks.
+  run(micro_batches - 1, sums.put_back());
   return mean;
 }
 

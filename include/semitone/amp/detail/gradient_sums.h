@@ -22,8 +22,10 @@ class GradientSums {
   /// Adds the gradients to their sums. They remain as zeros: a gradient that is still to be reduced
   /// over ranks, or that is a part of a larger tensor, keeps its place.
   void take();
-  /// Adds the sums to the gradients, in fp32, and rounds. No sums are left.
-  void put_back();
+  /// Adds the sums to the gradients, in fp32, and rounds. No sums are left. Returns a factor for a
+  /// loss that is back-propagated next: 1, or NaN if one of these gradients is not finite. Undefined
+  /// if there were no sums.
+  at::Tensor put_back();
 
  private:
   struct Sum {
