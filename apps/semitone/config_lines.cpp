@@ -46,7 +46,8 @@ class ConfigReader {
     if (name.empty() || name.find('#') != std::string_view::npos ||
         (!is_alone && rest.front() != '='))
       fail("NAME = VALUE", fmt::format("'{}'", line));
-    std::string value = is_alone ? "true" : read_value(name, rest.substr(1));
+    std::optional<std::string> value;
+    if (!is_alone) value = read_value(name, rest.substr(1));
     if (name.starts_with(section_) && name.substr(section_.size()).starts_with('.'))
       name.remove_prefix(section_.size() + 1);
     lines_.push_back({std::string(name), std::move(value)});

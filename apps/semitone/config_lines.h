@@ -9,8 +9,8 @@
 namespace semitone::cli {
 
 struct ConfigLine {
-  std::string name;   // without the section
-  std::string value;  // without its quotes; "true" if the line is a name alone
+  std::string name;                  // without the section
+  std::optional<std::string> value;  // without its quotes; none if the line is a name alone
 };
 
 // Reads lines of the forms NAME = VALUE and NAME, and comments. A comment is a line that begins

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -61,8 +62,11 @@ CLI::Option& find_flag(CLI::App& command, const std::string& name, const std::st
       option == nullptr ? remedy_for_flag(command, flag) : "give " + flag + " on the command line");
 }
 
-void set_flag(CLI::Option& option, const std::string& name, const std::string& value,
+void set_flag(CLI::Option& option, const std::string& name, const std::optional<std::string>& given,
               const std::string& path) {
+  if (!given.has_value() && !is_mark(option))
+    throw UsageError(kTrain, fmt::format("a value for '{}' in '{}'", name, path), "none");
+  const std::string value = given.value_or("true");
   if (is_mark(option) && value != "true" && value != "false")
     throw UsageError(kTrain, fmt::format("{} in '{}' to be true or false", name, path),
                      "'" + value + "'");

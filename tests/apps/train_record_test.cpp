@@ -296,6 +296,7 @@ TEST_F(TrainConfig, RefusesWhatIsNoFlagOrNoValue) {
   expect("config = \"a\"\n", "give --config on the command line");
   expect("as-part = true\n", "'as-part'");
   expect("lr = -1\n", "expected --lr above 0");
+  expect("log-dir\n", "expected a value for 'log-dir' in '");
   expect("lr = [1, 2]\n", "expected one value for 'lr'");
   expect("lr = 1\nepochs = 2\nlr = 2\n", "got 'lr' twice");
   expect("quiet = false\nquiet = true\n", "got 'quiet' twice");
