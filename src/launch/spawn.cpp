@@ -4,6 +4,7 @@
 #include "semitone/launch/launcher.h"
 #include "src/core/env.h"
 #include "src/core/parse_number.h"
+#include "src/launch/signals_to.h"
 
 #include <fmt/format.h>
 
@@ -62,7 +63,11 @@ LaunchResult spawn(const std::function<void(int local_rank)>& function,
     throw Error(kComponent, "one call of spawn in a program", "another",
                 "return from main() after the first one, or do both in one function");
   }
-  if (!is_launched()) return Launcher(options).run();
+  if (!is_launched()) {
+    Launcher launcher(options);
+    const SignalsTo signals(launcher);
+    return launcher.run();
+  }
   function(local_rank());
   return {};
 }

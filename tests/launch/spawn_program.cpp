@@ -9,15 +9,20 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace launch = semitone::launch;
 
 namespace {
+
+volatile std::sig_atomic_t has_signal = 0;
 
 void note(const std::string& file, const std::string& line) {
   std::ofstream(file, std::ios::app) << line + "\n" << std::flush;
@@ -41,6 +46,12 @@ int main(int argc, char** argv) try {
     note(folder + "/function", fmt::format("{} {} {} {}", local_rank, variable("RANK"),
                                            variable("WORLD_SIZE"), arguments));
     if (mode == "throw" && local_rank == 1) throw std::runtime_error("the function's");
+    if (mode == "save") {
+      std::signal(SIGTERM, [](int) { has_signal = 1; });
+      note(folder + "/ready", std::to_string(::getpid()));
+      while (has_signal == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      note(folder + "/saved", std::to_string(local_rank));
+    }
     if (mode == "restart" && variable("TORCHELASTIC_RESTART_COUNT") == "0") std::_Exit(3);
   };
   const auto result =

@@ -1,11 +1,13 @@
 #include "semitone/launch/spawn.h"
 
 #include "src/launch/process.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <csignal>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -66,6 +68,17 @@ TEST_F(SpawnTest, CallsTheFunctionAtOnceIfALauncherStartedTheProcess) {
   EXPECT_THAT(lines("function"), ElementsAre("5 5 - "));
   EXPECT_EQ(lines("main").size(), 1);
   EXPECT_THAT(lines("result"), ElementsAre());
+}
+
+// As StopSignals of the checkpoint room would.
+TEST_F(SpawnTest, ASignalLetsTheProcessesSaveTheirWork) {
+  Process program(
+      ProcessOptions(SEMITONE_SPAWN_PROGRAM).arguments({"save", folder_.path().string()}));
+  ASSERT_TRUE(test::eventually([&] { return lines("ready").size() == 2; }));
+  program.send(SIGTERM);
+  EXPECT_EQ(program.wait().status.code, 128 + SIGTERM);
+  EXPECT_THAT(lines("saved"), UnorderedElementsAre("0", "1"));
+  EXPECT_THAT(lines("result"), ElementsAre("2 workers, 0 restarts, outcome 3"));
 }
 
 TEST_F(SpawnTest, RefusesWhatCannotWork) {
