@@ -117,6 +117,7 @@ net::Result<Descriptor> Rendezvous::host_at_endpoint() {
   auto opened = listen_at(endpoint_);
   if (!opened.ok()) return net::failure_of<Descriptor>(opened);
   require_reachable(opened.value);
+  require_one_machine(opened.value);
   Job open = job();
   open.numbered = is_numbered();
   open.master_addr = endpoint_.host;
@@ -141,6 +142,19 @@ void Rendezvous::require_reachable(const std::vector<Descriptor>& listeners) con
                   "if all launchers run on this machine, give localhost",
                   other.value_or("an address of node 0"),
                   is_numbered() ? "master-addr" : "the host of rdzv-endpoint"));
+}
+
+// A name of several machines, such as that of a Kubernetes service without an address of its own,
+// would make each of them node 0 of another job.
+void Rendezvous::require_one_machine(const std::vector<Descriptor>& listeners) const {
+  if (is_numbered() || !options_.local_addr().empty()) return;
+  const auto others = net::addresses_elsewhere({endpoint_.host, endpoint_.port});
+  if (others.empty()) return;
+  throw Error(kComponent, fmt::format("'{}' to be the name of one machine", endpoint_.host),
+              fmt::format("{} of this machine, and {} of others",
+                          fmt::join(addresses_of(listeners), " and "), fmt::join(others, " and ")),
+              "give all nodes an address or a name of the machine that is to be node 0; if all are "
+              "this machine's, behind NAT for example, pass --local-addr too");
 }
 
 void Rendezvous::host(Job job, std::vector<Descriptor> listeners) {

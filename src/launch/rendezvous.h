@@ -40,6 +40,7 @@ class Rendezvous {
   bool is_numbered() const;
   // Error if other machines cannot reach an endpoint that is a machine's name.
   void require_reachable(const std::vector<Descriptor>& listeners) const;
+  void require_one_machine(const std::vector<Descriptor>& listeners) const;
   void host(Job job, std::vector<Descriptor> listeners);
   Job job() const;
   std::string program() const;

@@ -101,6 +101,20 @@ Result<std::vector<Descriptor>> listen_on_own(const Address& address) {
   return {std::move(listeners), 0, 0, ""};
 }
 
+std::vector<std::string> addresses_elsewhere(const Address& address) {
+  const auto resolved = resolve(address);
+  if (!resolved.ok()) return {};
+  const auto own = interfaces();
+  std::vector<std::string> found;
+  for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
+    const std::string host = to_address(each->ai_addr).host;
+    if (kind_of(host, own) == AddressKind::remote &&
+        std::find(found.begin(), found.end(), host) == found.end())
+      found.push_back(host);
+  }
+  return found;
+}
+
 Result<Descriptor> listen_on_all(int port) {
   auto listener = listen_on({"::", port});
   // On a machine without IPv6.

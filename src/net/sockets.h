@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,9 @@ Result<Descriptor> listen_on(const Address& address);
 // listener at this port. An address that the system refuses for another reason is left out if there
 // are others.
 Result<std::vector<Descriptor>> listen_on_own(const Address& address);
+
+// The host's addresses that no interface of this machine has; none if it cannot be resolved.
+std::vector<std::string> addresses_elsewhere(const Address& address);
 
 // Listens on every interface, IPv6 and IPv4.
 Result<Descriptor> listen_on_all(int port);

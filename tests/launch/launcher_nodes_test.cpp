@@ -292,6 +292,17 @@ TEST_F(Nodes, ANameThatOnlyNodeZeroCanReachIsAnError) {
   EXPECT_EQ(run(node("exit 0", {1, 1}).rdzv_endpoint(endpoint)).exit_code(), 0);
 }
 
+// Each machine would be node 0 of a job of its own.
+TEST_F(Nodes, ANameOfSeveralMachinesIsAnError) {
+  const test::HostName name("service", {"127.0.0.2", "192.0.2.1"});
+  const auto options = node("exit 0", {1, 2})
+                           .rdzv_endpoint("service:" + std::to_string(port_))
+                           .last_call(Seconds(0));
+  expect_error([&] { run(options); },
+               {"[launch.rendezvous] expected 'service' to be the name of one machine",
+                "192.0.2.1 of others"});
+}
+
 TEST_F(Nodes, NodeZeroLogsWhereItListens) {
   const test::CapturedLog log;
   run(node("exit 0", {2, 2}).join_timeout(Seconds(0.2)));
