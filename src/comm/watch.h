@@ -69,7 +69,11 @@ class Watch {
   // Reports this rank as lost to all ranks, including itself: it cannot continue with the others.
   void report_lost(const std::string& what);
 
-  // The number of collectives that this rank has called.
+  // The number of collectives that this rank has started, on all groups of these processes.
+  void count_start() { ++starts_; }
+  std::uint64_t starts() const { return starts_; }
+
+  // The number of collectives that this rank has called on the group of all processes.
   void count_call() { ++calls_; }
   std::uint64_t calls() const { return calls_; }
 
@@ -146,6 +150,7 @@ class Watch {
   net::SilenceTimer unconnected_;  // of ranks without a connection, on rank 0
 
   std::atomic<std::uint64_t> calls_ = 0;
+  std::atomic<std::uint64_t> starts_ = 0;
 
   mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;

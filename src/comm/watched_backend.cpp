@@ -341,6 +341,7 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::watched(const std::string& collec
   if (options_.counts_calls) options_.watch->count_call();
   require_no_loss(collective);
   const auto inner = started(collective, std::forward<Start>(start));
+  options_.watch->count_start();
   if (queued_ != nullptr) queued_->add(inner, collective);
   auto work = c10::make_intrusive<Work>(inner, collective, queued_);
   unfinished_->add(work);

@@ -44,13 +44,17 @@ struct FirstStepBuckets {
 // Adapts a CommHook to c10d's interface.
 class HookAdapter final : public c10d::CommHookInterface {
  public:
+  // @param threw_midway  is set if the hook throws after a collective of its own
   HookAdapter(std::shared_ptr<CommHook> hook, comm::Group group,
-              std::shared_ptr<FirstStepBuckets> first_step)
-      : hook_(std::move(hook)), group_(std::move(group)), first_step_(std::move(first_step)) {}
+              std::shared_ptr<FirstStepBuckets> first_step, std::shared_ptr<bool> threw_midway)
+      : hook_(std::move(hook)),
+        group_(std::move(group)),
+        first_step_(std::move(first_step)),
+        threw_midway_(std::move(threw_midway)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& buffer = bucket.getBuffer();
-    const auto future = hook_->reduce(described(bucket), group_);
+    const auto future = reduce(described(bucket));
     if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {
@@ -72,6 +76,17 @@ class HookAdapter final : public c10d::CommHookInterface {
   at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
 
  private:
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket) {
+    const comm::Watch& watch = *group_.impl()->watch;
+    const auto starts = watch.starts();
+    try {
+      return hook_->reduce(bucket, group_);
+    } catch (...) {
+      *threw_midway_ = *threw_midway_ || watch.starts() != starts;
+      throw;
+    }
+  }
+
   static constexpr auto kComponent = "parallel.comm_hook";
 
   GradientBucket described(c10d::GradBucket& bucket) const {
@@ -85,6 +100,7 @@ class HookAdapter final : public c10d::CommHookInterface {
   const std::shared_ptr<CommHook> hook_;
   const comm::Group group_;
   const std::shared_ptr<FirstStepBuckets> first_step_;
+  const std::shared_ptr<bool> threw_midway_;
 };
 
 class AveragingHook final : public CommHook {
@@ -149,7 +165,7 @@ class BucketedReduction final : public Reduction {
       hook = std::make_shared<AveragingHook>(std::move(averaging));
     if (hook != nullptr)
       reducer_->register_comm_hook(
-          std::make_unique<HookAdapter>(std::move(hook), group_, first_step_));
+          std::make_unique<HookAdapter>(std::move(hook), group_, first_step_, hook_threw_midway_));
   }
 
   std::optional<GradientOrder> order() const override {
@@ -216,7 +232,7 @@ class BucketedReduction final : public Reduction {
   }
 
   bool forget_backward() override {
-    if (sends_first_step_) return false;
+    if (sends_first_step_ || *hook_threw_midway_) return false;
     has_gradients_ = false;
     return reducer_->forget_gradients();
   }
@@ -387,6 +403,7 @@ class BucketedReduction final : public Reduction {
   bool waits_for_end_ = false;     // of the backward pass under way
   bool sends_first_step_ = false;  // some may have been sent
   const std::shared_ptr<FirstStepBuckets> first_step_ = std::make_shared<FirstStepBuckets>();
+  const std::shared_ptr<bool> hook_threw_midway_ = std::make_shared<bool>(false);
   std::vector<std::size_t> arrivals_;  // of gradients
 };
 

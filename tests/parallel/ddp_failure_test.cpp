@@ -362,6 +362,85 @@ TEST(Exceptions, BeforeTheFirstGradientLetAStepBeTriedAgain) {
   });
 }
 
+// The forward of a joined loop that accumulates: the others are told of it once.
+TEST(Exceptions, InAForwardOfNoSyncLetItBeTriedAgainInAJoinedLoop) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Fragile alone = seeded<Fragile>(1);
+    Fragile model = seeded<Fragile>(1);
+    DistributedDataParallel ddp(model, group);
+    ddp.join([&] {
+      for (int step = 0; step < 4; ++step) {
+        SCOPED_TRACE(step);
+        const auto rows_of = [&](int batch, int of) {
+          return batch_of(100 + 2 * step + batch, 8).rows(4 * of, 4 * of + 4);
+        };
+        const Batch first = rows_of(0, rank.number());
+        const Batch second = rows_of(1, rank.number());
+        model->zero_grad();
+        {
+          const auto local = ddp.no_sync();
+          if (rank.number() == step % 2) {
+            model->forward_failures = 1;
+            EXPECT_THROW(ddp.forward(first.data), OutOfMemory);
+          }
+          sum_of_squares(ddp.forward(first.data), first.target).backward();
+        }
+        sum_of_squares(ddp.forward(second.data), second.target).backward();
+        alone->zero_grad();
+        for (const int batch : {0, 1}) {
+          for (const int of : {0, 1}) {
+            const Batch rows = rows_of(batch, of);
+            (sum_of_squares(alone->forward(rows.data), rows.target) / 2).backward();
+          }
+        }
+        expect_near(gradients_of(model->parameters()), gradients_of(alone->parameters()));
+      }
+    });
+  });
+}
+
+// A hook with two messages for a bucket.
+struct TwoMessages : CommHook {
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                 const comm::Group& group) override {
+    if (fails_early) throw OutOfMemory();
+    at::Tensor first = bucket.buffer.clone();
+    group.all_reduce(first, comm::ReduceOp::mean);
+    if (fails_midway) throw OutOfMemory();
+    at::Tensor second = bucket.buffer;
+    return group.all_reduce_async(second, comm::ReduceOp::mean).future();
+  }
+  bool fails_early = false;
+  bool fails_midway = false;
+};
+
+TEST(Exceptions, OfAHookAfterItsFirstMessageAreFinal) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(rank.number(), 8);
+    Net model = seeded<Net>(1);
+    const auto hook = std::make_shared<TwoMessages>();
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().comm_hook(hook));
+    const auto step = [&] { sum_of_squares(ddp.forward(batch.data), batch.target).backward(); };
+    if (rank.number() == 0) {
+      step();
+      EXPECT_THROW(step(), CommError);  // rank 1 leaves
+      return;
+    }
+    hook->fails_early = true;
+    EXPECT_THROW(step(), OutOfMemory);
+    hook->fails_early = false;
+    model->zero_grad();
+    step();
+    hook->fails_midway = true;
+    EXPECT_THROW(step(), OutOfMemory);
+    expect_error(
+        [&] { step(); },
+        {"[parallel.ddp]", "on rank 1 that threw after part of its gradients had been sent"});
+  });
+}
+
 // Of the same forward. The gradients of the pass that threw do not count, and those of the repeated
 // one are reduced, once.
 TEST(Exceptions, LetABackwardPassBeRepeatedAloneWithDelayAllreduce) {
