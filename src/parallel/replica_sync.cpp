@@ -227,8 +227,9 @@ struct ReplicaSync::Impl {
   };
   struct Joining {
     JoinOptions options;
-    std::int64_t live = 0;  // ranks that have input
-    bool ended = false;     // on all ranks, early
+    std::int64_t live = 0;   // ranks that have input
+    bool announced = false;  // a forward in no_sync, which has not returned: it may be repeated
+    bool ended = false;      // on all ranks, early
   };
 
   ModelTensors model;    // all of it
@@ -651,10 +652,12 @@ void ReplicaSync::before_forward() {
   impl_->require_unchanged();
   impl_->restore_accumulators();
   impl_->forget_failed_backward();
-  const bool announces = impl_->joining.has_value() && !impl_->repeats_step;
+  auto& joining = impl_->joining;
+  const bool announces = joining.has_value() && !impl_->repeats_step && !joining->announced;
   if (announces) impl_->announce(true);
   const bool reduces = *impl_->unsynced == 0;
   if (announces) impl_->agree_to_reduce(reduces);
+  if (joining.has_value()) joining->announced = !reduces;
   if (!reduces) return;
   impl_->forward_version = impl_->weights_version();
   // Gradients that move into new buckets are other tensors, without the marks.
@@ -712,6 +715,7 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   if (impl_->alone() || !at::GradMode::is_enabled()) return outputs;
   impl_->end_queued = false;
   impl_->under_way.reset();
+  if (impl_->joining.has_value()) impl_->joining->announced = false;
   if (*impl_->unsynced > 0) {
     impl_->abandoned = impl_->awaits_gradients;
     impl_->mode = Impl::Mode::local;
@@ -778,6 +782,9 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
       impl.reduction->divide_by(nullptr);
     }
   };
+  // A forward before the loop is none of its steps.
+  impl_->forget_failed_backward();
+  impl_->repeats_step = false;
   impl_->joining = Impl::Joining{options, impl_->group.size()};
   const Scope scope{*impl_};
   try {

@@ -109,6 +109,35 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
 }
 
 // Two epochs: the second depends on the state after the first: momentum, masters, loss scale.
+// One without a backward pass, on one rank.
+TEST(Join, AForwardBeforeItIsNoneOfItsSteps) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads alone = seeded<Heads>(1);
+    train_alone<Heads>(alone, true, [](Heads& model, int of, int step) {
+      const Batch batch = batch_for(of, step);
+      return sum_of_squares(model->forward(batch.data, true), batch.target);
+    });
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    if (rank.number() == 0) ddp.forward(batch_for(0, 0).data, true);
+    ddp.join([&] {
+      for (int step = 0; step < kBatches[static_cast<std::size_t>(rank.number())]; ++step) {
+        optimizer.zero_grad();
+        const Batch batch = batch_for(rank.number(), step);
+        sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
+        optimizer.step();
+      }
+    });
+    for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
+      EXPECT_TRUE(test::near(model->parameters()[i], alone->parameters()[i], test::kSumTolerance))
+          << i;
+    }
+  });
+}
+
 TEST(Join, RanksThatFollowStayEqualBitForBit) {
   run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();
