@@ -43,7 +43,7 @@ at::Tensor with_values(const at::Tensor& grad, const at::Tensor& values) {
 
 // Whether the gradient can be differentiated itself.
 bool has_graph(const at::Tensor& grad) {
-  return grad.requires_grad() && grad.layout() == at::kStrided && !grad.is_complex();
+  return grad.requires_grad() && grad.layout() == at::kStrided;
 }
 
 bool is_sparse(const at::Tensor& grad) {
@@ -88,7 +88,7 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
     return;
   }
   if (has_graph(parameter.grad())) {
-    const at::Tensor scaled = parameter.grad().detach();
+    const at::Tensor scaled = resolved(parameter.grad().detach());
     add(scaled, at::empty_like(scaled), addend);  // only checks the result
     results_.push_back({parameter, recorded(parameter.grad(), inverse_scale_, addend), {}, {}});
     return;

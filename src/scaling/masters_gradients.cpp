@@ -114,9 +114,11 @@ void Masters::take_gradients(Gradients& pass) {
   hide_gradients();
   const bool any = std::any_of(pairs_.begin(), pairs_.end(),
                                [](const Pair& pair) { return pair.parameter.grad().defined(); });
-  if (!any) return;
-  move_deferred_gradients();
-  maybe_stepped_ = true;
+  if (any) {
+    move_deferred_gradients();
+    maybe_stepped_ = true;
+  }
+  // Without new gradients too: the pass must not take the masters' for new ones.
   for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
 }
 
@@ -228,7 +230,6 @@ void Masters::clear_gradients() {
     pair.master.mutable_grad().reset();
     pair.deferred.drop();
   }
-  maybe_stepped_ = false;
 }
 
 bool Masters::has_gradient(const at::Tensor& parameter) const {
