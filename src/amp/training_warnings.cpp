@@ -85,6 +85,7 @@ bool are_many_now(int& backwards) {
 // With master weights, optimizer.step() after loss.backward() finds no gradients, and does nothing.
 void MixedPrecision::Impl::count_unseen_backward(OptimizerRecord& record, const char* caller) {
   if (!record.watched || record.unseen_backwards == kManyBackwards) return;
+  if (record.scaled.has_value()) return;  // those of a delayed loss
   if (!record.masters->has_gradients_in_model() || !are_many_now(record.unseen_backwards)) return;
   warn(fmt::format(
       "{} calls of mixed.{} with gradients of loss.backward() in the model, and none of "

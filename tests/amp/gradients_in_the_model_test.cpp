@@ -339,6 +339,22 @@ TEST(ComplexParameters, TrainAtEveryLevel) {
   }
 }
 
+// A penalty on unscaled gradients has unscaled gradients.
+TEST(ComplexParameters, HaveSecondDerivatives) {
+  const auto penalised = [](const char* scale) {
+    FilterTraining trained(scaled_by("O1", torch::kHalf, scale));
+    trained.mixed->scale_loss(trained.model->weight.abs().pow(4).sum(), *trained.optimizer)
+        .backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor penalty = trained.model->weight.grad().abs().pow(2).sum();
+    trained.model->weight.mutable_grad() = at::Tensor();
+    trained.mixed->scale_loss(penalty, *trained.optimizer).backward();
+    return trained.model->weight.grad().detach();
+  };
+  const at::Tensor want = penalised("1");
+  EXPECT_LE((penalised("128") - want).abs().max().item<double>(),
+            1e-5 * want.abs().max().item<double>());
+}
+
 TEST(ComplexParameters, AreClippedAsByTorch) {
   for (const double order : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
     SCOPED_TRACE(order);

@@ -384,5 +384,34 @@ TEST(ScaledLoss, AStaticScaleOfOneWithMastersKeepsWhatBatchNormAccumulated) {
   EXPECT_GT(model->weight.grad()[0].item<float>(), 2.5F * 2.0F);
 }
 
+struct SumImpl : torch::nn::Module {
+  at::Tensor a = register_parameter("a", torch::ones({2}));
+  at::Tensor b = register_parameter("b", torch::ones({2}));
+};
+TORCH_MODULE(Sum);
+
+// master_params() shows the masters' gradients in the model, also while those of a loss are delayed.
+TEST(ScaledLoss, DelayedGradientsStayApartFromThoseThatAreShown) {
+  for (const std::string level : kLevels) {
+    SCOPED_TRACE(level);
+    Sum model;
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    MixedPrecision mixed = initialize(
+        model, optimizer, Options(level).dtype(torch::kHalf).loss_scale(128.0).verbosity(0));
+    const auto backward = [&](const std::vector<at::Tensor>& of, const ScaleLossOptions& how) {
+      at::Tensor loss = torch::zeros({});
+      for (const at::Tensor& each : of) loss = loss + each.to(torch::kFloat).sum();
+      mixed.scale_loss(loss, optimizer, how).backward();
+    };
+    backward({model->a, model->b}, {});
+    backward({model->b}, ScaleLossOptions().delay_unscale(true));
+    mixed.master_params(optimizer);
+    backward({model->a, model->b}, {});
+    const auto masters = mixed.master_params(optimizer);
+    EXPECT_EQ(masters[0].grad()[0].item<float>(), 2.0F);
+    EXPECT_EQ(masters[1].grad()[0].item<float>(), 3.0F);
+  }
+}
+
 }  // namespace
 }  // namespace semitone::amp::scaled_loss_test
