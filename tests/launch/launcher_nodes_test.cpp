@@ -294,13 +294,15 @@ TEST_F(Nodes, ANameThatOnlyNodeZeroCanReachIsAnError) {
 
 // Each machine would be node 0 of a job of its own.
 TEST_F(Nodes, ANameOfSeveralMachinesIsAnError) {
-  const test::HostName name("service", {"127.0.0.2", "192.0.2.1"});
+  const auto routed = net::address_of_default_route();
+  if (!routed.has_value()) return;  // a machine without a network
+  const test::HostName name("service", {*routed, "198.51.100.1"});
   const auto options = node("exit 0", {1, 2})
                            .rdzv_endpoint("service:" + std::to_string(port_))
                            .last_call(Seconds(0));
   expect_error([&] { run(options); },
                {"[launch.rendezvous] expected 'service' to be the name of one machine",
-                "192.0.2.1 of others"});
+                *routed + " of this machine, and 198.51.100.1 of others"});
 }
 
 TEST_F(Nodes, NodeZeroLogsWhereItListens) {
