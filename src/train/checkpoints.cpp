@@ -271,30 +271,18 @@ void Checkpoints::wait_for_copy() {
 std::string Checkpoints::wait() {
   try {
     if (own_.has_value()) own_->wait();
+    written_ = last_;
     return {};
   } catch (const CommError&) {
     throw;  // a rank is lost: the training cannot go on
   } catch (const std::exception& error) {
-    find_last();
+    last_ = written_;
     return checkpoint::message_of(error);
   }
 }
 
 void Checkpoints::settle() {
   if (const std::string failure = wait(); !failure.empty()) log()->error("{}", failure);
-}
-
-// The directory has no checkpoints of other trainings.
-void Checkpoints::find_last() {
-  const std::string newest = on_rank_0(options_.group(), [&] {
-    try {
-      const auto steps = own_->steps();
-      return steps.empty() ? std::string() : std::to_string(steps.back());
-    } catch (const FileError&) {
-      return std::string();  // for a while, perhaps
-    }
-  });
-  last_ = newest.empty() ? std::nullopt : std::optional<std::int64_t>(std::stoll(newest));
 }
 
 void require_resumable(const TrainOptions& options) {

@@ -90,7 +90,6 @@ class Checkpoints {
   void take_lock();
   void require_last(std::optional<std::int64_t> step) const;
   void restore_position(std::int64_t step);
-  void find_last();
 
   const TrainOptions& options_;
   Training training_;
@@ -98,7 +97,8 @@ class Checkpoints {
   at::Tensor loss_sums_;         // of all processes
   std::optional<RunLock> lock_;  // on rank 0
   std::optional<checkpoint::Checkpoint> own_;
-  std::optional<std::int64_t> last_;  // the step of own_ that was loaded or saved last
+  std::optional<std::int64_t> last_;     // the step of own_ that was loaded or saved last
+  std::optional<std::int64_t> written_;  // the same, without a save that may still fail
 };
 
 // FileError if resume() of these options would find no checkpoint, or those of another run, or one
