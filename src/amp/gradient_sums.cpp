@@ -45,7 +45,7 @@ at::Tensor GradientSums::put_back() {
   for (const auto& [tensor, sum] : sums) {
     at::Tensor& grad = sum.parameter.mutable_grad();
     if (!grad.defined()) grad = at::zeros_like(sum.parameter);
-    grad.copy_(grad.layout() == at::kStrided ? sum.value.add_(grad) : sum.value);
+    grad.copy_(sum.value.add_(grad));
     const at::Tensor all = at::isfinite(grad).all();
     finite = finite.defined() ? finite.logical_and(all.to(finite.device())) : all;
   }

@@ -65,7 +65,7 @@ void ScaledLoss::Work::begin() {
   if (!is_elsewhere) mixed->note_use();
   check();
   mixed->pull("scale_loss");
-  // Those that a call since has shown, while others are delayed: backward would add to them.
+  // Hides gradients that a call has shown since a delayed loss: backward would add to them.
   for (OptimizerRecord& record : mixed->optimizers) {
     if (record.scaled.has_value() && record.masters.has_value()) record.masters->hide_gradients();
   }

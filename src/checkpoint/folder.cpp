@@ -209,8 +209,7 @@ void Staging::remove_partial() const {
     if (path == partial_path(directory_, step_))
       fail_in(directory_, error.value(), "remove its *.partial directories");
     // Perhaps another user's file in an old checkpoint. The new one does not need the name.
-    log()->warn("[checkpoint.save] expected to remove '{}', got {}", path.string(),
-                error.message());
+    log()->warn("[checkpoint.save] could not remove '{}': {}", path.string(), error.message());
   }
 }
 

@@ -69,7 +69,8 @@ class Watch {
   // Reports this rank as lost to all ranks, including itself: it cannot continue with the others.
   void report_lost(const std::string& what);
 
-  // The number of collectives that this rank has started, on all groups of these processes.
+  // The number of collectives and messages that this rank has started, on all groups of these
+  // processes.
   void count_start() { ++starts_; }
   std::uint64_t starts() const { return starts_; }
 

@@ -362,6 +362,7 @@ template <typename Start>
 c10::intrusive_ptr<c10d::Work> WatchedBackend::transferred(const std::string& what, Start&& start) {
   require_no_loss(what);
   auto inner = started(what, std::forward<Start>(start));
+  options_.watch->count_start();
   if (queued_ != nullptr) {
     queued_->add(inner, what);
     return inner;

@@ -23,10 +23,9 @@ int code_of_interrupted(const LaunchResult& result) {
     if (!worker.stopped) continue;
     const ExitStatus& status = worker.status;
     if (status.signal == SIGKILL) return code_of_signal(SIGKILL);
-    const bool has_failed = status.signal == 0 && status.code != 0 &&
-                            status.code != code_of_signal(SIGTERM) &&
-                            status.code != code_of_signal(result.signal);
-    if (has_failed) code = status.code;
+    const int own = status.signal != 0 ? code_of_signal(status.signal) : status.code;
+    if (own != 0 && own != code_of_signal(SIGTERM) && own != code_of_signal(result.signal))
+      code = own;
   }
   return code;
 }

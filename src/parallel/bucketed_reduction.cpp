@@ -55,7 +55,6 @@ class HookAdapter final : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& buffer = bucket.getBuffer();
     const auto future = reduce(described(bucket));
-    if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {
           const c10::IValue result = done.value();  // throws if it failed
@@ -80,7 +79,9 @@ class HookAdapter final : public c10d::CommHookInterface {
     const comm::Watch& watch = *group_.impl()->watch;
     const auto starts = watch.starts();
     try {
-      return hook_->reduce(bucket, group_);
+      auto future = hook_->reduce(bucket, group_);
+      if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
+      return future;
     } catch (...) {
       *threw_midway_ = *threw_midway_ || watch.starts() != starts;
       throw;

@@ -653,9 +653,10 @@ void ReplicaSync::before_forward() {
   impl_->restore_accumulators();
   impl_->forget_failed_backward();
   auto& joining = impl_->joining;
-  const bool announces = joining.has_value() && !impl_->repeats_step && !joining->announced;
-  if (announces) impl_->announce(true);
   const bool reduces = *impl_->unsynced == 0;
+  const bool announces =
+      joining.has_value() && !impl_->repeats_step && (reduces || !joining->announced);
+  if (announces) impl_->announce(true);
   if (announces) impl_->agree_to_reduce(reduces);
   if (joining.has_value()) joining->announced = !reduces;
   if (!reduces) return;

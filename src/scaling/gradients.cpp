@@ -89,7 +89,7 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
   }
   if (has_graph(parameter.grad())) {
     const at::Tensor scaled = resolved(parameter.grad().detach());
-    add(scaled, at::empty_like(scaled), addend);  // only checks the result
+    add(scaled, at::empty_like(scaled), resolved(addend));  // only checks the result
     results_.push_back({parameter, recorded(parameter.grad(), inverse_scale_, addend), {}, {}});
     return;
   }

@@ -109,15 +109,16 @@ class TrainOptions {
   // Number of checkpoints that stay in checkpoint_dir, the newest ones; 0: all.
   TORCH_ARG(std::int64_t, keep) = 3;
   // Resume from the newest undamaged checkpoint of checkpoint_dir, or start a new run if it has no
-  // checkpoints; FileError if all are damaged. The first start and every later one can therefore have the same options.
+  // checkpoints; FileError if all are damaged. The first start and every later one can therefore
+  // have the same options.
   TORCH_ARG(bool, resume_auto) = false;
   // Directory to resume from: one of checkpoints, whose newest is taken, or that of one step. Empty:
   // start anew. Not with resume_auto.
   TORCH_ARG(std::filesystem::path, resume_from);
   // Called between steps. Returns 0, or the number of a signal that has arrived: training stops
-  // there, the checkpoint is saved, and nothing is tested. With several processes, one of them
-  // stops all, after 0.1 s or a step, whichever takes longer (StepDecisions). Either all processes
-  // set it, or no process does. Default: none.
+  // there, a checkpoint is saved (but see on_spike), and nothing is tested. With several
+  // processes, one of them stops all, after 0.1 s or a step, whichever takes longer
+  // (StepDecisions). Either all processes set it, or no process does. Default: none.
   TORCH_ARG(std::function<int()>, stop_signal);
   // File for the fp32 weights after the training and its test: NAME.safetensors, or NAME.pt, .pth or
   // .bin for Python's torch.load. Empty: none.

@@ -394,7 +394,7 @@ TEST_F(CheckpointDirectory, WithAnOldCheckpointThatCannotBeRemovedTakesNewOnes) 
   }
   EXPECT_THAT(names_in(checkpoint.directory()),
               ElementsAre("step-00000001.partial", "step-00000004"));
-  EXPECT_THAT(log.text(), HasSubstr("step-00000001.partial', got Permission denied"));
+  EXPECT_THAT(log.text(), HasSubstr("step-00000001.partial': Permission denied"));
   fs::permissions(checkpoint.directory() / "step-00000001.partial" / "foreign", fs::perms::all);
   checkpoint.save(5);
   EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000005"));

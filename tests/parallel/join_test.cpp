@@ -108,7 +108,6 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
   });
 }
 
-// Two epochs: the second depends on the state after the first: momentum, masters, loss scale.
 // One without a backward pass, on one rank.
 TEST(Join, AForwardBeforeItIsNoneOfItsSteps) {
   run_ranks(3, [](Rank& rank) {
@@ -138,6 +137,7 @@ TEST(Join, AForwardBeforeItIsNoneOfItsSteps) {
   });
 }
 
+// Two epochs: the second depends on the state after the first: momentum, masters, loss scale.
 TEST(Join, RanksThatFollowStayEqualBitForBit) {
   run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();

@@ -53,10 +53,10 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// makes step() skip. They are added to gradients that exist already. The loss scale is updated once,
 /// by step().
 ///
-/// 16-bit gradients (at O3, with split masters) are rounded in each micro-batch, as they are there
-/// without accumulation: in fp16, what is below 6e-8 once it is unscaled and divided becomes 0. Their
-/// sum is kept in fp32, rounded before the last micro-batch, and again with it. If there are more
-/// than two, it needs 4 bytes for each element until then.
+/// 16-bit gradients (at O3, with split masters), unless they are sparse, are rounded in each
+/// micro-batch, as they are there without accumulation: in fp16, what is below 6e-8 once it is
+/// unscaled and divided becomes 0. Their sum is kept in fp32, rounded before the last micro-batch,
+/// and again with it. If there are more than two, it needs 4 bytes for each element until then.
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
 /// micro-batches have the same size. Otherwise, and for losses that count tokens, return

@@ -224,8 +224,9 @@ class Checkpoint {
   /// still being written, save_async() waits for it first, so there is never more than one copy.
   ///
   /// If the files cannot be written, the next call of save(), save_async(), resume(), wait() or
-  /// best_step() throws what save() would have thrown, once, and does nothing else. The destructor waits for the
-  /// files, and logs such an error. std::exit() runs no destructor: call wait() before it.
+  /// best_step() throws what save() would have thrown, once, and does nothing else. The destructor
+  /// waits for the files, and logs such an error. std::exit() runs no destructor: call wait()
+  /// before it.
   ///
   /// Tensors of devices are tensors on the CPU in the files, which makes no difference to resume().
   /// Their copies are in pinned memory, which LibTorch rounds up to powers of two and keeps.

@@ -69,8 +69,9 @@ class LaunchOptions {
   /// Node 0's launcher listens only at addresses of this host that belong to its own machine: at
   /// one if the host is a numerical address, at all of them if it is a name. With several nodes, a
   /// name that has only loopback addresses on node 0 is an Error, since other machines could not
-  /// reach it. "localhost" and numerical loopback addresses are for launchers that all run on one
-  /// machine. "0.0.0.0" stands for all interfaces and requires local_addr.
+  /// reach it. So is one that also has addresses of other machines, unless local_addr is set.
+  /// "localhost" and numerical loopback addresses are for launchers that all run on one machine.
+  /// "0.0.0.0" stands for all interfaces and requires local_addr.
   LaunchOptions& rdzv_endpoint(std::string value);
   /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers with another name are
   /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a

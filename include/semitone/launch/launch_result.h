@@ -58,8 +58,9 @@ struct LaunchResult {
   /// exit code, or 128 + its signal; 1 for a lost node; 128 + the signal of stop().
   ///
   /// After stop(SIGTERM) and stop(SIGHUP) a process of this node may not have saved its work. If one
-  /// had not ended when the grace period was over: 137 (SIGKILL). Otherwise, if one returned another
-  /// exit code than 0 and 128 + the signal (or 128 + SIGTERM): that code.
+  /// had not ended when the grace period was over, the result is 137 (SIGKILL). Otherwise, if one
+  /// ended with an exit code other than 0, 128 + the signal and 128 + SIGTERM, or by another signal,
+  /// the result is that of the last such process.
   int exit_code() const;
 };
 

@@ -32,7 +32,8 @@ namespace semitone::launch {
 /// In the process that started the others, SIGINT, SIGTERM, SIGHUP and SIGQUIT stop the job as
 /// `semitone launch` does: the processes get the signal (SIGTERM for SIGHUP), and
 /// LaunchOptions::grace to save their work. SIGUSR1 and SIGUSR2 go to all processes. Signals that
-/// the program handles itself stay its own: call Launcher::stop there, of a Launcher of your own.
+/// have a handler already are left to it. To stop the job from such a handler, use a Launcher
+/// instead of spawn, and call its stop().
 ///
 /// A process that `semitone launch` or torchrun has started (RANK or WORLD_SIZE is set) calls the
 /// function at once, and starts no others. Such a program therefore also runs on several machines.
