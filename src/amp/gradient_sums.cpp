@@ -27,11 +27,12 @@ void GradientSums::take() {
       const at::Tensor& grad = parameter.grad();
       if (!grad.defined() || !is_16bit(grad.scalar_type()) || grad.layout() != at::kStrided)
         continue;
-      const auto [sum, is_new] = sums_.try_emplace(parameter.unsafeGetTensorImpl());
+      const auto [place, is_new] =
+          places_.try_emplace(parameter.unsafeGetTensorImpl(), sums_.size());
       if (is_new) {
-        sum->second = {parameter, grad.to(at::kFloat)};
+        sums_.push_back({parameter, grad.to(at::kFloat)});
       } else {
-        sum->second.value.add_(grad);
+        sums_[place->second].value.add_(grad);
       }
       grad.zero_();
     }
@@ -41,8 +42,9 @@ void GradientSums::take() {
 at::Tensor GradientSums::put_back() {
   const at::NoGradGuard no_grad;
   const auto sums = std::exchange(sums_, {});
+  places_.clear();
   at::Tensor finite;
-  for (const auto& [tensor, sum] : sums) {
+  for (const Sum& sum : sums) {
     at::Tensor& grad = sum.parameter.mutable_grad();
     if (!grad.defined()) grad = at::zeros_like(sum.parameter);
     grad.copy_(sum.value.add_(grad));

@@ -267,7 +267,7 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
     throw;
   }
   agreement.set_value(true);
-  if (!deferred->is_empty()) copying = copied;
+  if (!deferred->is_empty()) copying = std::move(copied);
 }
 
 void Checkpoint::Impl::wait_for_copy() {

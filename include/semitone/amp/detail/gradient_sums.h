@@ -3,7 +3,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <unordered_map>
+#include <vector>
 
 namespace semitone::amp::detail {
 
@@ -33,7 +35,8 @@ class GradientSums {
     at::Tensor value;
   };
   torch::optim::Optimizer* optimizer_;
-  std::unordered_map<c10::TensorImpl*, Sum> sums_;
+  std::vector<Sum> sums_;
+  std::unordered_map<c10::TensorImpl*, std::size_t> places_;  // of the parameters' sums
 };
 
 }  // namespace semitone::amp::detail
