@@ -656,8 +656,10 @@ void ReplicaSync::before_forward() {
   const bool reduces = *impl_->unsynced == 0;
   const bool announces =
       joining.has_value() && !impl_->repeats_step && (reduces || !joining->announced);
-  if (announces) impl_->announce(true);
-  if (announces) impl_->agree_to_reduce(reduces);
+  if (announces) {
+    impl_->announce(true);
+    impl_->agree_to_reduce(reduces);
+  }
   if (joining.has_value()) joining->announced = !reduces;
   if (!reduces) return;
   impl_->forward_version = impl_->weights_version();
