@@ -181,9 +181,9 @@ struct MixedPrecision::Impl {
   std::optional<ScaleOnDevice> scale_on_device;
   // For a CapturedStep: a loss changes nothing in optimizers that were not named for it.
   bool named_only = false;
-  // Parameters of the models that are in no optimizer, and those that were in one when this was
-  // computed, with a null after each optimizer.
+  // Parameters of the models that are in no optimizer.
   std::vector<at::Tensor> free_parameters;
+  // Those of the optimizers when find_shared_parameters() last ran, with a null after each.
   std::optional<std::vector<const c10::TensorImpl*>> parameters_seen;
   // The models' other floating-point tensors, which stay fp32.
   std::vector<WideTensor> wide_tensors;
@@ -259,9 +259,11 @@ struct MixedPrecision::Impl {
   // for it.
   void drop_stale_results(OptimizerRecord& record);
 
-  // Finds free_parameters and the optimizers that share some, again when groups have changed. Error
-  // for master weights of a parameter that two optimizers have.
+  // Finds the optimizers that share parameters, again when groups have changed. Error for master
+  // weights of a parameter that two optimizers have.
   void find_shared_parameters(const char* caller);
+  // Before each scaled loss, since a program may register further layers.
+  void find_free_parameters();
 
   // Undoes Masters::show_gradients: the coming backward pass would add to these gradients.
   void hide_gradients();

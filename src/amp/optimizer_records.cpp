@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -68,14 +69,21 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
       }
     });
   }
+  parameters_seen = std::move(parameters);
+}
+
+void MixedPrecision::Impl::find_free_parameters() {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const OptimizerRecord& record : optimizers) {
+    record.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  }
   free_parameters.clear();
   for (const Model& model : models) {
     for (const ModelEntry& entry : entries_of(model)) {
-      if (entry.is_parameter && owners.try_emplace(entry.tensor.unsafeGetTensorImpl()).second)
+      if (entry.is_parameter && seen.insert(entry.tensor.unsafeGetTensorImpl()).second)
         free_parameters.push_back(entry.tensor);
     }
   }
-  parameters_seen = std::move(parameters);
 }
 
 void MixedPrecision::Impl::note_use() {

@@ -155,6 +155,7 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
     throw Error("amp.captured_step", "an optimizer that shares no parameter with another one",
                 "one that does", "make them one optimizer with two groups");
   }
+  find_free_parameters();
   return ScaledLoss(
       on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : with.scaled(loss),
       std::make_unique<ScaledLoss::Work>(

@@ -113,6 +113,7 @@ void ScaledLoss::Work::begin_elsewhere() {
     if (!other->properties.enabled || other->fp32_scopes > 0 || other->has_scaled_gradients())
       continue;
     other->find_shared_parameters("scale_loss");
+    other->find_free_parameters();
     if (shares(*other)) continue;
     Elsewhere& there = elsewhere.emplace_back(Elsewhere{other, other->uses, {}});
     other->hide_gradients();

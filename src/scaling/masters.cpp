@@ -273,8 +273,10 @@ void Masters::note_step() {
 }
 
 bool Masters::has(const at::Tensor& parameter) const {
-  return by_parameter_.count(parameter.unsafeGetTensorImpl()) > 0 ||
-         (fused_ != nullptr && parameter.requires_grad() && fused_->has_split_master(parameter));
+  if (by_parameter_.count(parameter.unsafeGetTensorImpl()) > 0) return true;
+  if (fused_ == nullptr || !fused_->has_split_master(parameter)) return false;
+  // A frozen one keeps the split master that it had before.
+  return parameter.requires_grad() || !fused_->master_of(parameter).is_same(parameter);
 }
 
 at::Tensor Masters::master_of(const at::Tensor& parameter) const {

@@ -4,6 +4,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/weights/state_dict.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 
@@ -80,6 +81,20 @@ TEST(SplitMasters, AreTheModelsOwnWeights) {
   const auto optimized = split.mixed.master_params(split.optimizer);
   for (std::size_t i = 0; i < parameters.size(); ++i)
     EXPECT_TRUE(optimized[i].is_same(parameters[i]));
+}
+
+TEST(SplitMasters, OfALayerThatIsFrozenLaterStayExact) {
+  Trained split(true);
+  split.step(0);
+  const auto trained = split.exact();
+  const at::Tensor frozen = split.model->parameters().front();
+  frozen.set_requires_grad(false);
+  const auto saved = weights::state_dict(split.model);
+  expect_bitwise_equal(saved[0].value(), trained.front());
+
+  frozen.zero_();
+  weights::load_state_dict(split.model, saved);
+  expect_bitwise_equal(split.exact().front(), trained.front());
 }
 
 TEST(SplitMasters, StayInSavedTraining) {

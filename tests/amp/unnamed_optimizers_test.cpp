@@ -295,5 +295,26 @@ TEST(ParametersInNoOptimizer, GetUnscaledGradients) {
   }
 }
 
+// A second optimizer that amp does not know trains a layer that was registered later.
+TEST(ParametersInNoOptimizer, GetUnscaledGradientsIfTheyAreRegisteredLater) {
+  const auto layer = [](double weight) {
+    torch::nn::Linear made(torch::nn::LinearOptions(4, 4).bias(false));
+    torch::nn::init::constant_(made->weight, weight);
+    return made;
+  };
+  torch::nn::Sequential model(layer(0.5));
+  torch::optim::SGD optimizer(model->parameters(), 0);
+  auto mixed = initialize(model, optimizer, scaled_by("O1", torch::kHalf, "128").verbosity(0));
+  const auto train = [&] {
+    mixed.scale_loss(mixed.forward(model, torch::ones({1, 4})).sum(), optimizer).backward();
+    EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+  };
+  train();
+  const auto later = layer(1);
+  model->push_back(later);
+  train();
+  expect_bitwise_equal(later->weight.grad(), torch::full({4, 4}, 2.0F));
+}
+
 }  // namespace
 }  // namespace semitone::amp::training_idioms_test
