@@ -99,7 +99,8 @@ std::size_t first_of(const Tensors& outputs, std::size_t index) {
 
 [[noreturn]] void throw_difference(const std::string& expected, const std::string& got) {
   throw Error(kCheckpoint, expected + " as in the forward pass when the function runs again", got,
-              "let it depend only on its inputs, parameters and random numbers");
+              "let it depend only on its inputs, parameters and random numbers, and change "
+              "requires_grad after backward()");
 }
 
 const AccumulateGrad* leaf_of(const Edge& edge) {
@@ -168,7 +169,9 @@ class RecomputeBackward final : public Node {
     TORCH_CHECK(run_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     require_unchanged();
     const bool create_graph = c10::GradMode::is_enabled();
+    BufferValues::Scope buffers(buffers_);
     const Second second = run_again(create_graph);
+    buffers.note_end_of_run();
     edge_list roots;
     variable_list root_grads;
     for (std::size_t i = 0; i < second.roots.size(); ++i) {
@@ -220,7 +223,6 @@ class RecomputeBackward final : public Node {
       const at::Tensor input = inputs_[i].unpack();
       inputs.push_back(input.defined() ? input : inference_inputs_[i]);
     }
-    const BufferValues::Scope buffers(buffers_);
     std::optional<RngStates::Scope> random;
     if (random_.has_value()) random.emplace(*random_);
     Second second;

@@ -128,6 +128,7 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
     if (!tensor.defined()) continue;
     const bool is_watched = tensor.numel() > kSmall && !tensor.is_inference();
     values_.push_back({tensor.variable_data(), tensor.detach().clone(),
+                       tensor.unsafeGetTensorImpl()->version_counter(),
                        is_watched ? std::optional<SeenTensor>(tensor) : std::nullopt});
   }
 }
@@ -147,16 +148,23 @@ void BufferValues::note_end() {
 BufferValues::Scope::Scope(const BufferValues& values) {
   const at::NoGradGuard no_grad;
   for (const Value& one : values.values_) {
-    before_.emplace_back(one.tensor, one.tensor.clone());
+    before_.push_back({one.tensor, one.tensor.clone(), one.counter, std::nullopt});
     one.tensor.copy_(one.value);
   }
+}
+
+void BufferValues::Scope::note_end_of_run() {
+  for (Earlier& one : before_)
+    if (one.counter.enabled()) one.version = one.counter.current_version();  // no inference tensor
 }
 
 BufferValues::Scope::~Scope() {
   const at::NoGradGuard no_grad;
   // In reverse: of memory that is listed twice, the first entry has the value from before.
-  for (auto entry = before_.rbegin(); entry != before_.rend(); ++entry)
-    entry->first.copy_(entry->second);
+  for (auto one = before_.rbegin(); one != before_.rend(); ++one) {
+    if (!one->version.has_value() || *one->version == one->counter.current_version())
+      one->tensor.copy_(one->value);
+  }
 }
 
 ModuleModes::ModuleModes(const std::shared_ptr<torch::nn::Module>& module) {

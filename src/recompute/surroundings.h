@@ -9,10 +9,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -106,22 +108,32 @@ class BufferValues {
   const std::vector<SeenTensor>& only_read() const { return only_read_; }
 
   // Gives the tensors these values until the end of the scope, and then those from before. No version
-  // counter changes: what a backward pass has saved of them it may still use.
+  // counter changes: what a backward pass has saved of them it may still use. The scope lasts until
+  // the gradients of the run are computed, since its graph may have saved the tensors themselves.
   class [[nodiscard]] Scope {
    public:
     explicit Scope(const BufferValues& values);
+    // The run ends. What is written afterwards, by hooks of the backward pass, stays.
+    void note_end_of_run();
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
-    std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+    struct Earlier {
+      at::Tensor tensor;
+      at::Tensor value;
+      c10::VariableVersion counter;
+      std::optional<std::uint32_t> version;  // at the end of the run
+    };
+    std::vector<Earlier> before_;
   };
 
  private:
   struct Value {
     at::Tensor tensor;
     at::Tensor value;
+    c10::VariableVersion counter;        // of the tensor itself
     std::optional<SeenTensor> original;  // of a large tensor that has a version
   };
 

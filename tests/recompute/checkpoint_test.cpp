@@ -698,6 +698,52 @@ TEST(Checkpoint, TheSecondRunReadsTheBuffersOfTheFirst) {
   test::expect_bitwise_equal(results(true), results(false));
 }
 
+// The graph has saved the buffer itself.
+struct ScaleByBufferImpl : torch::nn::Module {
+  explicit ScaleByBufferImpl(bool counted = false) : counts(counted) {
+    scale = register_buffer("scale", torch::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (counts) scale.add_(1);
+    return x * scale;
+  }
+  at::Tensor scale;
+  bool counts;
+};
+TORCH_MODULE(ScaleByBuffer);
+
+TEST(Checkpoint, TheGradientOfTheSecondRunReadsItsBuffersToo) {
+  const at::Tensor x = torch::ones({3}).requires_grad_();
+  ScaleByBuffer set;
+  set->scale.fill_(2);
+  const at::Tensor y = checkpoint(set, x);
+  set->scale.fill_(3);
+  y.sum().backward();
+  test::expect_bitwise_equal(x.grad(), torch::full({3}, 2.0F));
+  test::expect_bitwise_equal(set->scale, torch::full({1}, 3.0F));
+
+  x.mutable_grad().reset();
+  ScaleByBuffer counted(true);
+  const at::Tensor first = checkpoint(counted, x);
+  const at::Tensor second = checkpoint(counted, x);
+  (first + 10 * second).sum().backward();
+  test::expect_bitwise_equal(x.grad(), torch::full({3}, 2.0F + 10 * 3.0F));
+  test::expect_bitwise_equal(counted->scale, torch::full({1}, 3.0F));
+}
+
+TEST(Checkpoint, WhatAHookWritesToABufferStays) {
+  ScaleByBuffer module;
+  const auto run = [&](const at::Tensor& x) {
+    if (x.requires_grad()) x.register_hook([&](const at::Tensor&) { module->scale.fill_(7); });
+    return module->forward(x);
+  };
+  const at::Tensor x = torch::ones({3}).requires_grad_();
+  const at::Tensor y = checkpoint(CheckpointOptions().buffers({module->scale}), run, x);
+  module->scale.fill_(3);
+  y.sum().backward();
+  test::expect_bitwise_equal(module->scale, torch::full({1}, 7.0F));
+}
+
 // So large that no copy of what the first run only reads is kept.
 struct WithQueueImpl : torch::nn::Module {
   WithQueueImpl() { queue = register_buffer("queue", torch::randn({64, 2048})); }

@@ -127,21 +127,27 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 ///   are not used inside. In Semitone's regions a run casts each weight once by itself. In
 ///   LibTorch's it casts a weight for each use, whose gradients are then added in fp32, not in 16
 ///   bits.
+/// - All results of a call have one backward pass: passes from two of them, one after the other, need
+///   retain_graph in the first.
 /// - Calls may nest. Hooks on parameters run once per backward pass, so DistributedDataParallel,
 ///   amp::MixedPrecision and their optimizers work as without checkpoint. torch::autograd::grad,
-///   retain_graph and create_graph work too.
+///   retain_graph and create_graph work too. With create_graph, later passes read buffers as they are
+///   then: clone() those that change and that a derivative reads. On CUDA, a function that itself
+///   calls torch::autograd::grad with create_graph is an Error in the backward pass.
 /// - Without gradients (torch::NoGradGuard, InferenceMode) it just calls the function.
 /// - The function must do the same in both runs, and must not change its inputs in place. The
 ///   backward pass throws Error if a parameter, captured tensor or large buffer that the function
 ///   uses was changed in place after the forward pass, if the module is in another mode (train or
 ///   eval), if the second run has other shapes or dtypes, draws other random numbers, or uses other
-///   parameters or captured tensors. LibTorch throws if an input was changed in place.
+///   parameters or captured tensors that need a gradient (or requires_grad of one has changed).
+///   LibTorch throws if an input was changed in place. A tensor without a gradient, such as a mask
+///   in a member, is read anew: the program must not put another one in its place before the pass.
 /// - Changes that no version counter sees (through data(), as in the step of torch::optim::SGD) go
 ///   unnoticed in inputs, and on a GPU everywhere. On the CPU the other tensors are compared by 32
 ///   of their elements, if these have 2, 4 or 8 bytes: a step that changes few elements between the
 ///   forward and the backward pass may go unnoticed in parameters too.
-/// - No other thread may draw from the same generators while a function that draws random numbers
-///   runs, in either pass.
+/// - No other thread may draw from the same generators while the function runs, in either pass,
+///   unless preserve_rng_state is false.
 /// - Tensors that leave the function in another way than as its result, such as a loss that a module
 ///   keeps in a member, have their gradients too, and memory for them is kept.
 /// - A differentiable result that shares memory with an input, a captured tensor or another result
