@@ -107,6 +107,14 @@ void check_index(std::string_view component, std::size_t index, std::size_t shar
   }
 }
 
+// A saved pass is finished as it began, which needs all of its samples.
+void check_size(std::string_view component, const Position& saved, std::size_t size) {
+  if (saved.size <= size) return;
+  throw Error(component, fmt::format("a position in at most {} samples", size),
+              fmt::format("one in {}", saved.size),
+              "load the state of the same data set, or construct the sampler with its size");
+}
+
 // The share of a rank if entries are dealt out to the ranks in turn.
 std::size_t share_of(std::size_t rank, std::size_t num_replicas, std::size_t entries) {
   return entries / num_replicas + (rank < entries % num_replicas ? 1 : 0);
@@ -185,7 +193,8 @@ class DistributedSampler::SharedEpoch {
 
 DistributedSampler::DistributedSampler(std::size_t size, int num_replicas, int rank,
                                        const DistributedSamplerOptions& options)
-    : size_(size),
+    : data_size_(size),
+      size_(size),
       num_replicas_(checked_replicas(kDistributed, num_replicas)),
       rank_(checked_rank(kDistributed, rank, num_replicas_)),
       options_(options),
@@ -229,7 +238,8 @@ void DistributedSampler::advance_if_complete() {
 }
 
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
-  size_ = new_size.value_or(size_);
+  data_size_ = new_size.value_or(data_size_);
+  size_ = data_size_;
   epoch_of_pass_ = epoch_->get();
   indices_ = indices_after(0, size_, epoch_of_pass_.number);
   consumed_ = 0;
@@ -257,6 +267,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const std::size_t epoch = read(archive, "epoch", kDistributed);
   const Position saved = read_position(archive, kDistributed);
   check_replicas(kDistributed, saved, num_replicas_);
+  check_size(kDistributed, saved, data_size_);
   check_index(kDistributed, saved.index, num_samples_of(saved.size - saved.consumed));
   indices_ = indices_after(saved.consumed, saved.size, epoch);
   epoch_of_pass_ = epoch_->set(epoch);
@@ -273,6 +284,7 @@ void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive
     ranks.back().epoch = read(archive, "epoch", kDistributed);
   }
   const Position all = common_position(kDistributed, ranks);
+  check_size(kDistributed, all, data_size_);
   const std::size_t left = all.size - all.consumed;
   // With drop_last, ranks that have returned all that they get have not returned the tail.
   const bool has_ended = options_.drop_last() ? all.index + ranks.size() > left : all.index >= left;
@@ -286,7 +298,8 @@ void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive
 }
 
 EvaluationSampler::EvaluationSampler(std::size_t size, int num_replicas, int rank)
-    : size_(size),
+    : data_size_(size),
+      size_(size),
       num_replicas_(checked_replicas(kEvaluation, num_replicas)),
       rank_(checked_rank(kEvaluation, rank, num_replicas_)) {}
 
@@ -295,7 +308,8 @@ std::size_t EvaluationSampler::num_samples() const {
 }
 
 void EvaluationSampler::reset(std::optional<std::size_t> new_size) {
-  size_ = new_size.value_or(size_);
+  data_size_ = new_size.value_or(data_size_);
+  size_ = data_size_;
   consumed_ = 0;
   index_ = 0;
 }
@@ -318,6 +332,7 @@ void EvaluationSampler::save(torch::serialize::OutputArchive& archive) const {
 void EvaluationSampler::load(torch::serialize::InputArchive& archive) {
   const Position saved = read_position(archive, kEvaluation);
   check_replicas(kEvaluation, saved, num_replicas_);
+  check_size(kEvaluation, saved, data_size_);
   check_index(kEvaluation, saved.index,
               share_of(rank_, num_replicas_, saved.size - saved.consumed));
   size_ = saved.size;
@@ -330,6 +345,7 @@ void EvaluationSampler::load_resharded(std::span<torch::serialize::InputArchive>
   for (torch::serialize::InputArchive& archive : saved)
     ranks.push_back(read_position(archive, kEvaluation));
   const Position all = common_position(kEvaluation, ranks);
+  check_size(kEvaluation, all, data_size_);
   size_ = all.size;
   consumed_ = std::min(all.consumed + all.index, all.size);
   index_ = 0;

@@ -588,6 +588,33 @@ TEST(EvaluationSampler, GivesEveryIndexToExactlyOneRank) {
   }
 }
 
+// The data set has grown, or shrunk, between two runs.
+TEST(Samplers, FinishASavedPassAndThenTakeTheirOwnSize) {
+  const auto check = [](auto saved, auto larger, auto smaller) {
+    saved.next(4);
+    copy_state(saved, larger);
+    EXPECT_EQ(rest_of(larger), (Indices{4, 5}));
+    larger.reset();
+    EXPECT_EQ(rest_of(larger), first(9));
+    test::expect_error([&] { copy_state(saved, smaller); },
+                       {"a position in at most 5 samples", "got one in 6"});
+    EXPECT_EQ(rest_of(smaller), first(5));
+    std::vector<decltype(saved)> one{saved};
+    auto states = states_of(one);
+    test::expect_error([&] { smaller.load_resharded(states); }, {"at most 5 samples"});
+    larger.reset(7);
+    larger.load_resharded(states);
+    EXPECT_EQ(rest_of(larger), (Indices{4, 5}));
+    larger.reset();
+    EXPECT_EQ(rest_of(larger), first(7));
+  };
+  const auto in_order = [](std::size_t size) {
+    return DistributedSampler(size, 1, 0, DistributedSamplerOptions().shuffle(false));
+  };
+  check(in_order(6), in_order(9), in_order(5));
+  check(EvaluationSampler(6, 1, 0), EvaluationSampler(9, 1, 0), EvaluationSampler(5, 1, 0));
+}
+
 TEST(EvaluationSampler, StridesInOrder) {
   EvaluationSampler sampler(8, 3, 1);
   EXPECT_EQ(*sampler.next(2), (Indices{1, 4}));

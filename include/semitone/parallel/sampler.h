@@ -88,7 +88,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   /// share, or if the saved sampler had another number of ranks. The position belongs to the epoch
   /// of its pass: save before set_epoch, or after the reset that follows it. A sampler that loads a
   /// state from after the last index has nothing left. With advance_epoch, its next reset takes the
-  /// next epoch.
+  /// next epoch. If the data set has grown since, the pass ends with the samples that it began with,
+  /// and the next reset takes this sampler's own size. Error if the saved pass has more samples.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -124,7 +125,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::vector<std::size_t> indices_after(std::size_t consumed, std::size_t size,
                                          std::size_t epoch) const;
 
-  std::size_t size_;
+  std::size_t data_size_;  // from the next reset on
+  std::size_t size_;       // of the data set in this pass, which another run may have begun
   std::size_t num_replicas_;
   std::size_t rank_;
   DistributedSamplerOptions options_;
@@ -152,7 +154,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
   /// Saves the size of the data set and the position. load() throws Error if the saved position is
-  /// not in this rank's share, or if the saved sampler had another number of ranks.
+  /// not in this rank's share, or if the saved sampler had another number of ranks or more samples.
+  /// A pass over fewer samples ends with these, and the next reset takes this sampler's own size.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -166,7 +169,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   std::size_t index() const { return index_; }
 
  private:
-  std::size_t size_;
+  std::size_t data_size_;  // from the next reset on
+  std::size_t size_;       // of the data set in this pass, which another run may have begun
   std::size_t num_replicas_;
   std::size_t rank_;
   std::size_t consumed_ = 0;  // indices that a different number of ranks have returned
