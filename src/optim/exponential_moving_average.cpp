@@ -252,7 +252,9 @@ void ExponentialMovingAverage::load(torch::serialize::InputArchive& archive) {
   if (updates < 0) throw FileError(component, "'updates' of at least 0", std::to_string(updates));
   const auto saved = read_value<std::int64_t>(archive, "tensors", component);
   const auto must_be = [&](const std::string& here, const std::string& there) {
-    if (here != there) throw FileError(component, here, there, "was it saved for the same model?");
+    if (here != there)
+      throw FileError(component, here, there,
+                      "was it saved for the same model, and with the same use_buffers?");
   };
   must_be(c10::str(state.weights.size(), " tensors"), c10::str(saved, " tensors"));
   std::vector<at::Tensor> averages(state.weights.size());

@@ -260,6 +260,8 @@ void FusedOptimizer::prepare(Work& work, FusedState& state) const {
       state.master_low = at::zeros_like(parameter, parameter.options().dtype(at::kShort));
     }
     work.update.low = state.master_low;
+  } else {
+    state.master_low.reset();  // the step below leaves it behind
   }
 }
 

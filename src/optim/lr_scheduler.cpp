@@ -59,7 +59,8 @@ void require_rates(const std::vector<double>& current, const std::vector<double>
         c10::str("the learning rate ", lrs[i], " in group ", i, ", as this scheduler has set it"),
         i < current.size() ? c10::str(current[i]) : "no such group",
         "let one LRScheduler alone set the rates of an optimizer: combine schedules with "
-        "SequentialLR, change rates with set_base_lrs()");
+        "SequentialLR, change rates with set_base_lrs(), and load the scheduler together with the "
+        "optimizer");
   }
 }
 

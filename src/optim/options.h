@@ -50,6 +50,8 @@ inline void require_betas(std::string_view component, const std::tuple<double, d
 
 inline void require_nesterov(std::string_view component, bool nesterov, double momentum,
                              double dampening) {
+  if (!std::isfinite(dampening))
+    throw Error(component, "a finite dampening", std::to_string(dampening));
   if (!nesterov || (momentum > 0 && dampening == 0)) return;
   throw Error(component, "momentum and no dampening with nesterov",
               c10::str("momentum ", momentum, " and dampening ", dampening));

@@ -264,6 +264,20 @@ TEST(FusedAdamSplitMaster, EndsWhereTheParameterIsCast) {
   expect_close(weight.detach(), torch::full({3}, 1 - 2e-4F), 1e-6);
 }
 
+TEST(FusedAdamSplitMaster, EndsWithTheFirstStepThatDoesNotSplit) {
+  const auto weight = torch::randn({50}).to(at::kBFloat16).requires_grad_();
+  FusedAdam optimizer({weight}, FusedAdamOptions(1e-3).split_master(true));
+  const auto step = [&](bool splits) {
+    static_cast<FusedAdamOptions&>(optimizer.param_groups()[0].options()).split_master(splits);
+    weight.mutable_grad() = torch::randn({50}).to(at::kBFloat16);
+    optimizer.step();
+  };
+  step(true);
+  EXPECT_FALSE(torch::equal(optimizer.master_of(weight), weight.detach().to(at::kFloat)));
+  step(false);
+  EXPECT_TRUE(optimizer.master_of(weight).is_same(weight));
+}
+
 TEST(FusedAdamSplitMaster, IsForBf16) {
   const auto half = torch::ones({3}, at::kHalf).requires_grad_();
   const auto single = torch::ones({3}).requires_grad_();

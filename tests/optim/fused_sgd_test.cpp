@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <sstream>
 #include <vector>
@@ -148,6 +149,8 @@ TEST(FusedSGD, RefusesOptionsOutOfRange) {
   expect_error(make(FusedSGDOptions().momentum(-1)), {"momentum", "-1"});
   expect_error(make(FusedSGDOptions().weight_decay(-1)), {"weight_decay", "-1"});
   expect_error(make(FusedSGDOptions().nesterov(true)), {"with nesterov", "momentum 0"});
+  expect_error(make(FusedSGDOptions().momentum(0.9).dampening(std::nan(""))),
+               {"a finite dampening", "nan"});
   expect_error(make(FusedSGDOptions().momentum(0.9).dampening(0.1).nesterov(true)),
                {"dampening 0.1"});
 }
