@@ -1,10 +1,10 @@
 #include "src/checkpoint/entry.h"
 
 #include "semitone/core/error.h"
-#include "semitone/weights/file.h"
 #include "src/autocast/model_entries.h"
 #include "src/checkpoint/archive_code.h"
 #include "src/core/archive.h"
+#include "src/weights/script_tensors.h"
 
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>
@@ -125,15 +125,13 @@ std::string Source::text() const {
   return path == nullptr ? "memory" : path->string();
 }
 
-std::unordered_map<std::string, at::Tensor> Source::tensors_of_script() const {
+std::unordered_map<std::string, at::Tensor> Source::tensors_of_script(
+    const std::unordered_set<std::string>& names) const {
+  if (const auto* path = std::get_if<std::filesystem::path>(&where_))
+    return weights::read_script_tensors(*path, names);
   std::unordered_map<std::string, at::Tensor> tensors;
-  if (const auto* path = std::get_if<std::filesystem::path>(&where_)) {
-    const weights::Contents contents = weights::read(*path);
-    for (const auto& item : contents.tensors) tensors.emplace(item.key(), item.value());
-  } else {
-    for (const auto& entry : amp::entries_of(amp::Model(script())))
-      tensors.emplace(entry.name, entry.tensor);
-  }
+  for (const auto& entry : amp::entries_of(amp::Model(script())))
+    tensors.emplace(entry.name, entry.tensor);
   return tensors;
 }
 

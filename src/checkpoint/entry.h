@@ -20,6 +20,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -35,8 +36,9 @@ class Source {
 
   // Reads an archive, with its tensors on the device. FileError for a file with code.
   torch::serialize::InputArchive archive(c10::Device device = c10::kCPU) const;
-  // The tensors of a TorchScript module by name. The code in a file is not read.
-  std::unordered_map<std::string, at::Tensor> tensors_of_script() const;
+  // The tensors of a TorchScript module that have these names. The code in a file is not read.
+  std::unordered_map<std::string, at::Tensor> tensors_of_script(
+      const std::unordered_set<std::string>& names) const;
   // A TorchScript module in memory, which this process has written.
   torch::jit::Module script() const;
   // The file, for a message.

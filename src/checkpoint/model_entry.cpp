@@ -6,10 +6,12 @@
 #include "src/checkpoint/entry.h"
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
+#include "src/core/state_mode.h"
 #include "src/core/utf8.h"
 #include "src/kernels/multi_tensor_norm.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 
@@ -55,7 +57,8 @@ std::string describe(const TensorRecord& tensor) {
 }
 
 void require_same_tensors(const std::vector<TensorRecord>& here,
-                          const std::vector<TensorRecord>& saved, const std::string& path) {
+                          const std::vector<TensorRecord>& saved, const std::string& path,
+                          const char* remedy) {
   const auto by_name = [](const std::vector<TensorRecord>& tensors) {
     std::unordered_map<std::string, std::string> described;
     for (const TensorRecord& tensor : tensors) described.emplace(tensor.name, describe(tensor));
@@ -71,9 +74,9 @@ void require_same_tensors(const std::vector<TensorRecord>& here,
     };
     if (text(wanted, want) == text(found, got)) return;
     const std::string name = tensor.name.empty() ? "a tensor" : "'" + tensor.name + "'";
-    throw FileError(
-        "checkpoint.resume", fmt::format("{}, {}, in '{}'", name, text(wanted, want), path),
-        text(found, got), "resume with the model of the saved run, or choose another directory");
+    throw FileError("checkpoint.resume",
+                    fmt::format("{}, {}, in '{}'", name, text(wanted, want), path),
+                    text(found, got), remedy);
   };
   for (const TensorRecord& tensor : here) require(tensor);
   for (const TensorRecord& tensor : saved) require(tensor);
@@ -200,7 +203,8 @@ class ModelEntry final : public Entry {
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {
-    require_same_tensors(records_of(amp::entries_of(model_)), record.tensors, path);
+    require_same_tensors(records_of(amp::entries_of(model_)), record.tensors, path,
+                         "resume with the model of the saved run, or choose another directory");
   }
 
   void read(const Source& source, const FileRecord&) override {
@@ -276,7 +280,9 @@ class ModelEntry final : public Entry {
   void read_script(const Source& source) {
     const auto entries = amp::entries_of(model_);
     if (entries.empty()) return;
-    const auto loaded = source.tensors_of_script();
+    std::unordered_set<std::string> names;
+    for (const auto& entry : entries) names.insert(entry.name);
+    const auto loaded = source.tensors_of_script(names);
     const at::NoGradGuard no_grad;
     for (const auto& entry : entries) {
       const auto found = loaded.find(entry.name);
@@ -307,13 +313,17 @@ class TensorEntry final : public Entry {
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {
-    if (tensor_.defined()) require_same_tensors({record_of("", tensor_)}, record.tensors, path);
+    if (!tensor_.defined()) return;
+    require_same_tensors({record_of("", tensor_)}, record.tensors, path,
+                         "make it undefined before resume(): tensor = at::Tensor()");
   }
 
   void read(const Source& source, const FileRecord&) override {
+    const StateMode mode;
     InputArchive archive = source.archive();
     const auto loaded = find_value<at::Tensor>(archive, kKey, "checkpoint.resume");
     if (tensor_.defined() && loaded.has_value()) {
+      const c10::InferenceMode as_the_tensor(tensor_.is_inference());
       const at::NoGradGuard no_grad;
       copy_values(tensor_, *loaded);
     } else {

@@ -11,8 +11,9 @@ namespace {
 
 // Containers in each other. A pickle can describe one that contains itself.
 constexpr std::size_t kMaxDepth = 100;
-// Visited values. A pickle can describe 2^n paths with n values.
+// Visited containers and tensors, and other values. A pickle can describe 2^n paths with n values.
 constexpr std::size_t kMaxVisits = 1'000'000;
+constexpr std::size_t kMaxScalars = 100'000'000;
 constexpr std::size_t kMaxName = 1'000;
 // Bytes of all names. Each can be a path of kMaxName bytes.
 constexpr std::size_t kMaxNames = 100'000'000;
@@ -45,6 +46,12 @@ bool is_tensor(const Value& value) {
   return value.get<TensorInStorage>() != nullptr || (object != nullptr && is_tensor(*object));
 }
 
+// Values that neither are nor have tensors: a training program may have saved millions.
+bool is_scalar(const Value& value) {
+  return value.get<TensorInStorage>() == nullptr && value.get<Object>() == nullptr &&
+         value.get<Dict>() == nullptr && value.get<List>() == nullptr;
+}
+
 // What to do with tensors that are not read.
 enum class Unreadable { refuse, count };
 
@@ -54,6 +61,10 @@ class Search {
       : nested_(nested), unreadable_(unreadable), source_(std::move(source)) {}
 
   void visit(const Value& value, const std::string& name, std::size_t depth) {
+    if (is_scalar(value)) {
+      if (++scalars_ > kMaxScalars) refuse("more than 100 million values");
+      return;
+    }
     if (depth > kMaxDepth) refuse("containers more than 100 deep");
     if (++visits_ > kMaxVisits) refuse("more than a million paths");
     if (name.size() > kMaxName) refuse("a name of more than 1000 bytes");
@@ -67,6 +78,8 @@ class Search {
     } else if (const auto* list = value.get<List>()) {
       for (std::size_t i = 0; i < list->items.size(); ++i)
         visit(*list->items[i], inner(std::to_string(i)), depth + 1);
+    } else if (const auto* object = value.get<Object>(); nested_ && object != nullptr) {
+      visit_state(*object, name, depth);
     }
   }
 
@@ -76,6 +89,25 @@ class Search {
  private:
   [[noreturn]] void refuse(const std::string& got) const {
     throw FileError(kRead, "named tensors in the pickle of " + source_, got);
+  }
+
+  // What a __getstate__ returned: only its code knows what the tensors in it are.
+  void visit_state(const Object& object, const std::string& name, std::size_t depth) {
+    if (object.state == nullptr) return;
+    Search inside(nested_, Unreadable::count, source_);
+    inside.visits_ = visits_;
+    inside.scalars_ = scalars_;
+    inside.visit(*object.state, name, depth + 1);
+    visits_ = inside.visits_;
+    scalars_ = inside.scalars_;
+    if (inside.found.empty()) return;
+    if (unreadable_ == Unreadable::refuse) {
+      throw FileError(kRead, "tensors as attributes of '" + name + "' in " + source_,
+                      "what __getstate__ of " + object.type + " made of them",
+                      "such as packed weights of a quantised layer: save the state_dict of the "
+                      "module before it was quantised, in Python");
+    }
+    found.emplace_back(name, nullptr);
   }
 
   void add(const Value& value, const std::string& name) {
@@ -93,7 +125,8 @@ class Search {
   bool nested_;
   Unreadable unreadable_;
   std::string source_;
-  std::size_t visits_ = 0;
+  std::size_t visits_ = 0;   // of tensors and containers
+  std::size_t scalars_ = 0;  // visits of others
   std::size_t names_ = 0;
 };
 
@@ -139,9 +172,12 @@ const Value& entry_in(const Value& root, const std::string& entry, bool nested,
     }
     if (next == nullptr) {
       const Dict* dict = dict_in(*value, nested);
-      const std::string entries = dict == nullptr ? "" : entries_of(*dict, source);
+      const auto* list = value->get<List>();
+      std::string entries = dict == nullptr ? "" : entries_of(*dict, source);
+      if (!entries.empty()) entries.insert(0, "entries ");
+      if (list != nullptr) entries = "a list of " + std::to_string(list->items.size());
       throw FileError(kRead, "an entry '" + entry + "' in " + source,
-                      entries.empty() ? "none" : "entries " + entries);
+                      entries.empty() ? "none" : entries);
     }
     value = next;
     rest.remove_prefix(used);
@@ -159,6 +195,12 @@ NamedTensors find_tensors(const Value& root, const std::string& entry, bool nest
   if (object != nullptr && !nested)
     throw FileError(kRead, expected, "an object of " + object->type, kSaveStateDict);
   const Dict* dict = dict_in(chosen, nested);
+  if (const auto* list = chosen.get<List>(); list != nullptr && !list->items.empty()) {
+    const std::string first = entry.empty() ? "0" : entry + ".0";
+    throw FileError(
+        kRead, expected, "a list of " + std::to_string(list->items.size()),
+        "name one of them with entry(), or --entry of semitone convert: \"" + first + "\"");
+  }
   if (dict == nullptr) throw FileError(kRead, expected, "another value", kSaveStateDict);
   if (!nested && entry.empty()) {
     const std::string entries = entries_of(*dict, source);
@@ -171,6 +213,13 @@ NamedTensors find_tensors(const Value& root, const std::string& entry, bool nest
   search.visit(chosen, "", 0);
   if (search.found.empty() && !dict->items.empty())
     throw FileError(kRead, expected, "a dict without any tensor", kSaveStateDict);
+  return std::move(search.found);
+}
+
+NamedTensors find_readable_tensors(const Value& root, const std::string& source) {
+  Search search(/*nested=*/true, Unreadable::count, source);
+  search.visit(root, "", 0);
+  std::erase_if(search.found, [](const auto& named) { return named.second == nullptr; });
   return std::move(search.found);
 }
 

@@ -19,4 +19,7 @@ using NamedTensors = std::vector<std::pair<std::string, const TensorInStorage*>>
 NamedTensors find_tensors(const Value& root, const std::string& entry, bool nested,
                           const std::string& source);
 
+// All tensors of a TorchScript module that are attributes and can be read.
+NamedTensors find_readable_tensors(const Value& root, const std::string& source);
+
 }  // namespace semitone::weights

@@ -79,8 +79,12 @@ class PickleMachine {
   // The stack.
 
   void push(decltype(Value::held) held) {
-    if (reader_.values_.size() >= PickleReader::kMaxValues)
-      refuse("at most " + std::to_string(PickleReader::kMaxValues) + " values", "more");
+    if (reader_.values_.size() >= PickleReader::kMaxValues) {
+      throw FileError(kRead,
+                      "at most " + std::to_string(PickleReader::kMaxValues) +
+                          " values in the pickle of " + reader_.source_,
+                      "more", kSaveAlone);
+    }
     stack_.push_back(&reader_.values_.emplace_back(Value{std::move(held)}));
   }
 

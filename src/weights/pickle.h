@@ -33,6 +33,10 @@ struct Dict {
   // The last counts, as in Python.
   const Value* find(std::string_view key) const;
 };
+// The remedy where a pickle has more than its limits.
+inline constexpr auto kSaveAlone =
+    "save the state_dict alone in Python, with safetensors.torch.save_file";
+
 // A class or function by name: "torch.FloatStorage".
 struct Global {
   std::string name;

@@ -2,6 +2,7 @@
 
 #include "src/weights/named_tensors.h"
 #include "src/weights/pickle.h"
+#include "src/weights/script_tensors.h"
 #include "src/weights/tensor_bytes.h"
 #include "src/weights/zip_archive.h"
 
@@ -9,7 +10,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -34,8 +37,10 @@ at::Tensor bytes_of_size(std::uint64_t size) {
 class TensorReader {
  public:
   // @param read_storage  returns the bytes of a storage as a tensor of uint8, of any length
-  TensorReader(const InputFile& file, std::function<at::Tensor(const Storage&)> read_storage)
-      : file_(file), read_storage_(std::move(read_storage)) {}
+  // @param max_repeated  the number of elements in tensors with more than their storage has
+  TensorReader(const InputFile& file, std::function<at::Tensor(const Storage&)> read_storage,
+               std::int64_t max_repeated = kMaxRepeated)
+      : file_(file), read_storage_(std::move(read_storage)), max_repeated_(max_repeated) {}
 
   StateDict read(const NamedTensors& named) {
     StateDict tensors;
@@ -66,7 +71,7 @@ class TensorReader {
     if (!spanned.has_value() || *spanned > available || !count.has_value())
       file_.refuse("a place inside its storage for '" + name + "'", "one outside");
     if (*count > available) {
-      if (*count > kMaxRepeated - repeated_) {
+      if (*count > max_repeated_ - repeated_) {
         file_.refuse("at most 2^24 elements in tensors that repeat theirs",
                      std::to_string(*count) + " in '" + name + "'", "save its clone() in Python");
       }
@@ -82,6 +87,7 @@ class TensorReader {
 
   const InputFile& file_;
   std::function<at::Tensor(const Storage&)> read_storage_;
+  std::int64_t max_repeated_;
   std::map<std::string, at::Tensor> storages_;
   std::set<std::string> bools_;  // storages that were found to hold bools
   std::uint64_t total_ = 0;      // bytes of the storages
@@ -145,29 +151,65 @@ std::map<std::string, StoragePlace> places_of_storages(const InputFile& file, co
   return places;
 }
 
+// An archive of torch.save, LibTorch or TorchScript.
+class Archive {
+ public:
+  explicit Archive(const InputFile& file) : file_(file), zip_(file) {
+    if (!zip_.has("data.pkl")) refuse_archive(file, zip_);
+    if (zip_.has("byteorder") && zip_.text("byteorder", 100) != "little") {
+      file.refuse("numbers in little-endian order", "another order",
+                  "save the file again on a little-endian machine");
+    }
+    if (zip_.size_of("data.pkl") > kMaxPickle) {
+      file.refuse("at most " + std::to_string(kMaxPickle) + " bytes of 'data.pkl'",
+                  std::to_string(zip_.size_of("data.pkl")), kSaveAlone);
+    }
+    text_ = zip_.text("data.pkl", kMaxPickle);
+    pickle_.emplace(text_, file.quoted());
+  }
+
+  bool is_script() const { return zip_.has("constants.pkl"); }
+  const Value& root() { return pickle_->read(); }
+
+  at::Tensor bytes_of(const Storage& storage) const {
+    const std::string record = "data/" + storage.key;
+    at::Tensor bytes = bytes_of_size(zip_.size_of(record));
+    zip_.read(record, bytes.mutable_data_ptr());
+    return bytes;
+  }
+
+ private:
+  const InputFile& file_;
+  ZipArchive zip_;
+  std::string text_;
+  std::optional<PickleReader> pickle_;
+};
+
 }  // namespace
 
 Contents read_archive(const InputFile& file, const std::string& entry) {
-  const ZipArchive archive(file);
-  if (!archive.has("data.pkl")) refuse_archive(file, archive);
-  if (archive.has("byteorder") && archive.text("byteorder", 100) != "little") {
-    file.refuse("numbers in little-endian order", "another order",
-                "save the file again on a little-endian machine");
-  }
-  const bool is_script = archive.has("constants.pkl");
-  const std::string text = archive.text("data.pkl", kMaxPickle);
-  PickleReader pickle(text, file.quoted());
-  const NamedTensors named = find_tensors(pickle.read(), entry, is_script, file.quoted());
-  TensorReader tensors(file, [&](const Storage& storage) {
-    const std::string record = "data/" + storage.key;
-    at::Tensor bytes = bytes_of_size(archive.size_of(record));
-    archive.read(record, bytes.mutable_data_ptr());
-    return bytes;
-  });
+  Archive archive(file);
+  const NamedTensors named =
+      find_tensors(archive.root(), entry, archive.is_script(), file.quoted());
+  TensorReader tensors(file, [&](const Storage& storage) { return archive.bytes_of(storage); });
   Contents contents;
-  contents.format = is_script ? Format::torchscript : Format::pytorch;
+  contents.format = archive.is_script() ? Format::torchscript : Format::pytorch;
   contents.tensors = tensors.read(named);
   return contents;
+}
+
+std::unordered_map<std::string, at::Tensor> read_script_tensors(
+    const std::filesystem::path& path, const std::unordered_set<std::string>& names) {
+  const InputFile file(path);
+  Archive archive(file);
+  NamedTensors named = find_readable_tensors(archive.root(), file.quoted());
+  std::erase_if(named, [&](const auto& one) { return !names.contains(one.first); });
+  TensorReader tensors(
+      file, [&](const Storage& storage) { return archive.bytes_of(storage); },
+      std::numeric_limits<std::int64_t>::max());
+  std::unordered_map<std::string, at::Tensor> found;
+  for (const auto& item : tensors.read(named)) found.emplace(item.key(), item.value());
+  return found;
 }
 
 bool begins_as_legacy(std::string_view first_bytes) {

@@ -11,6 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/jit/api/module.h>
 
 #include <algorithm>
 #include <memory>
@@ -54,10 +55,12 @@ std::unordered_map<std::string, at::Tensor> renamed(const StateDict& values,
   return by_name;
 }
 
-// One of the prefixes that Python's wrappers add, if an unexpected name without it is a missing one.
+// What Python's wrappers, one or two of them, add to names, if an unexpected name without it is a
+// missing one.
 std::optional<std::string> wrong_prefix(const UnmatchedNames& unmatched) {
   const std::unordered_set<std::string> missing(unmatched.missing.begin(), unmatched.missing.end());
-  for (const std::string_view prefix : {"module.", "_orig_mod.", "model."}) {
+  for (const std::string_view prefix :
+       {"module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module."}) {
     for (const std::string& name : unmatched.unexpected) {
       if (name.starts_with(prefix) && missing.contains(name.substr(prefix.size())))
         return std::string(prefix);
@@ -76,11 +79,14 @@ std::string listed(const std::vector<std::string>& names) {
   return list;
 }
 
-void require_matching(const UnmatchedNames& unmatched, const Source& source) {
+void require_matching(const UnmatchedNames& unmatched, const LoadOptions& options,
+                      const Source& source) {
   if (unmatched.missing.empty() && unmatched.unexpected.empty()) return;
   std::string remedy = "load a file of the same model, or what matches with strict(false)";
-  if (const auto prefix = wrong_prefix(unmatched))
-    remedy = "names begin with '" + *prefix + "': load them with strip_prefix(\"" + *prefix + "\")";
+  if (const auto prefix = wrong_prefix(unmatched)) {
+    const std::string all = options.strip_prefix() + *prefix;
+    remedy = "names begin with '" + all + "': load them with strip_prefix(\"" + all + "\")";
+  }
   std::string got;
   if (!unmatched.missing.empty()) got = "none for " + listed(unmatched.missing);
   if (!unmatched.unexpected.empty()) {
@@ -106,6 +112,13 @@ Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor
                     value.defined() ? c10::str(value.sizes()) : "an undefined tensor",
                     "load a file of the same model");
   }
+  if (value.layout() != tensor.layout() || value.is_meta()) {
+    throw FileError(source.component,
+                    c10::str("'", name, "' of layout ", tensor.layout()) + source.in,
+                    value.is_meta() ? "a tensor on the meta device, without values"
+                                    : c10::str("layout ", value.layout()),
+                    value.is_meta() ? "" : "give its to_dense()");
+  }
   const bool is_expanded = at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
   if (is_expanded || tensor.is_meta()) {
     throw FileError(source.component, "memory for each element of the model's '" + name + "'",
@@ -117,6 +130,18 @@ Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor
                                       "'" + name + "'" + source.in);
   if (!has_master) return {tensor, cast, nullptr};
   return {tensor, value.detach().to(tensor.device(), at::kFloat), exact_weights_of(tensor)};
+}
+
+// Whether a name is that of a tensor of a TorchScript module, or of one in a list or dict of it, that
+// is neither parameter nor buffer. Its file has these too.
+bool is_plain_attribute(const torch::jit::Module& module, const std::string& name) {
+  const auto dot = name.find('.');
+  const std::string first = name.substr(0, dot);
+  if (!module.hasattr(first)) return false;
+  const c10::IValue value = module.attr(first);
+  if (value.isModule())
+    return dot != std::string::npos && is_plain_attribute(value.toModule(), name.substr(dot + 1));
+  return value.isTensor() || value.isList() || value.isGenericDict() || value.isTuple();
 }
 
 // The fp32 masters of the tensors that have one; undefined for others.
@@ -198,9 +223,11 @@ UnmatchedNames load_values(const amp::Model& model, const StateDict& values,
   }
   for (const auto& item : values) {
     const std::string name = without_prefix(item.key(), options);
-    if (!known.contains(name)) unmatched.unexpected.push_back(name);
+    if (known.contains(name)) continue;
+    if (model.script() == nullptr || !is_plain_attribute(*model.script(), name))
+      unmatched.unexpected.push_back(name);
   }
-  if (options.strict()) require_matching(unmatched, source);
+  if (options.strict()) require_matching(unmatched, options, source);
   for (const Copy& copy : copies) perform(copy);
   return unmatched;
 }

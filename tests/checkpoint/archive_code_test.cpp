@@ -204,6 +204,30 @@ TEST(CheckpointOfAScript, CannotKeepTensorsThatOnlyItsCodeCanRead) {
   EXPECT_THAT(error_of([&] { checkpoint.save(1); }), HasSubstr("__getstate__ in '__torch__.Net'"));
 }
 
+// resume() takes parameters and buffers only, and it knows their sizes.
+TEST(CheckpointOfAScript, MayHaveOtherTensorsThatCannotBeRead) {
+  const TemporaryFolder folder;
+  torch::jit::Module packed("Packed");
+  packed.register_attribute("value", at::TensorType::get(), torch::ones(3));
+  packed.define(
+      "def __getstate__(self):\n"
+      "  return (self.value, 1)\n"
+      "def __setstate__(self, state: Tuple[Tensor, int]):\n"
+      "  self.value = state[0]\n");
+  torch::jit::Module net("Net");
+  net.register_module("packed", packed);
+  net.register_attribute("quantised", at::TensorType::get(),
+                         torch::quantize_per_tensor(torch::ones(3), 0.1, 0, torch::kQInt8));
+  net.register_buffer("mask", torch::ones({1}).expand({(1 << 24) + 1}));
+  net.register_parameter("weight", torch::full({3}, 2.0), /*is_buffer=*/false);
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("net", net);
+  checkpoint.save(1);
+  net.attr("weight").toTensor().data().zero_();
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(torch::equal(net.attr("weight").toTensor(), torch::full({3}, 2.0)));
+}
+
 // What resume() would refuse.
 TEST(CheckpointOfAnObject, WithCodeIsNotWritten) {
   const TemporaryFolder folder;

@@ -71,6 +71,22 @@ TEST(CheckpointMisfit, OfAnotherDtypeIsRefused) {
               AllOf(HasSubstr("'conv.weight', float32"), HasSubstr("got bfloat16")));
 }
 
+// A list of losses, say, that the program continues after the save.
+TEST(CheckpointMisfit, OfATensorThatHasGrownSaysHowToRollBack) {
+  const TemporaryFolder folder;
+  at::Tensor losses = torch::arange(3.0);
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("losses", losses);
+  checkpoint.save(1);
+  losses = torch::arange(5.0);
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(); }),
+              AllOf(HasSubstr("float32 [5]"), HasSubstr("got float32 [3]"),
+                    HasSubstr("tensor = at::Tensor()")));
+  losses = at::Tensor();
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(torch::equal(losses, torch::arange(3.0)));
+}
+
 TEST(CheckpointMisfit, OfOtherObjectsIsRefused) {
   const TemporaryFolder folder;
   std::int64_t a = 1;

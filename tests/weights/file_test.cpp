@@ -81,7 +81,10 @@ TEST(Weights, AnEntryOfACheckpointIsReadByItsName) {
   EXPECT_EQ(difference(read_python("models.pt", entry("models.1")).tensors,
                        expected_tensors("state_dict")),
             "");
-  expect_error([&] { read_python("models.pt", entry("models.2")); }, {"'models.2'"});
+  expect_error([&] { read_python("models.pt", entry("models")); },
+               {"a list of 2", "--entry of semitone convert: \"models.0\""});
+  expect_error([&] { read_python("models.pt", entry("models.2")); },
+               {"'models.2'", "got a list of 2"});
   expect_error([&] { read_python("checkpoint.pt", entry("model")); },
                {"'model'", "entries 'state_dict'"});
 }
@@ -94,6 +97,24 @@ TEST(Weights, WhatIsNoStateDictIsAnErrorThatSaysWhatItIs) {
 TEST(Weights, TensorsThatCannotBeReadAreErrorsAndNotLeftOut) {
   expect_error([] { read_python("sparse.pt"); }, {"'sparse'", "_rebuild_sparse_tensor"});
   expect_error([] { read_python("conjugated.pt"); }, {"resolve_conj()"});
+}
+
+// As of a quantised layer, whose __getstate__ returns a tuple.
+TEST(Weights, TensorsBehindGetstateAreErrorsAndNotLeftOut) {
+  const TemporaryFolder folder;
+  torch::jit::Module inner("Packed");
+  inner.register_attribute("packed", at::TensorType::get(), torch::ones(3));
+  inner.define(
+      "def __getstate__(self):\n"
+      "  return (self.packed, True)\n"
+      "def __setstate__(self, state: Tuple[Tensor, bool]):\n"
+      "  self.packed = state[0]\n");
+  torch::jit::Module module("Net");
+  module.register_parameter("weight", torch::zeros({2}), /*is_buffer=*/false);
+  module.register_module("inner", inner);
+  module.save((folder / "net.pt").string());
+  expect_error([&] { read(folder / "net.pt"); },
+               {"as attributes of 'inner'", "__getstate__ of __torch__", "Packed"});
 }
 
 TEST(Weights, TensorsThatCannotBeReadDoNotMatterInOtherEntries) {

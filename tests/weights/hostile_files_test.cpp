@@ -69,6 +69,13 @@ class Archive {
   std::string bytes = python_file("state_dict.pt");
 };
 
+// The legacy format: magic number, version, system, the object, and the keys of no storage.
+std::string legacy_of(const std::string& pickle) {
+  return "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+         "\x80\x02M\xe9\x03.\x80\x02}." +
+         pickle + "\x80\x02].";
+}
+
 void expect_refused(const Archive& archive, std::string_view part) {
   expect_error([&] { read_bytes(archive.bytes); }, {part});
 }
@@ -148,6 +155,18 @@ TEST(HostileFile, RepeatedElementsAreLimited) {
   expect_error([] { read_bytes(python_file("expanded.pt")); }, {"2^24 elements", "clone()"});
 }
 
+// Of losses, beside a state dict. More of them than containers may be visited.
+TEST(HostileFile, LongListsOfNumbersAreNoObstacle) {
+  std::string pickle = "\x80\x02}(U\x06losses](";
+  for (int i = 0; i < 1'200'000; ++i) pickle += "K\x01";
+  pickle += "eU\x01w}u.";
+  expect_error([&] { read_bytes(legacy_of(pickle)); }, {"a dict without any tensor"});
+  std::string more = "\x80\x02](";
+  for (int i = 0; i < 4'000'001; ++i) more += "K\x01";
+  expect_error([&] { read_bytes(legacy_of(more + "e.")); },
+               {"at most 4000000 values", "save the state_dict alone"});
+}
+
 // A pickle of some bytes that names 2^20 paths, each 800 bytes long.
 TEST(HostileFile, NamesAreLimited) {
   using namespace std::string_literals;
@@ -168,11 +187,7 @@ TEST(HostileFile, NamesAreLimited) {
         "kh\x01u";
   }
   pickle += ".";
-  // The legacy format: magic number, version, system, the object, and the keys of no storage.
-  const std::string legacy =
-      std::string("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.") +
-      "\x80\x02M\xe9\x03.\x80\x02}." + pickle + "\x80\x02].";
-  expect_error([&] { read_bytes(legacy); }, {"named tensors"});
+  expect_error([&] { read_bytes(legacy_of(pickle)); }, {"named tensors"});
 }
 
 }  // namespace

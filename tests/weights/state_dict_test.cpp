@@ -95,6 +95,21 @@ TEST(StateDict, TensorsWithoutMemoryForEachElementAreErrorsThatChangeNothing) {
   }
 }
 
+TEST(StateDict, ValuesThatCannotBeCopiedAreErrorsThatChangeNothing) {
+  torch::nn::Module model;
+  const at::Tensor first = model.register_parameter("first", torch::zeros({2}));
+  model.register_parameter("second", torch::zeros({2}));
+  const auto refused = [&](const at::Tensor& value, std::initializer_list<std::string_view> parts) {
+    StateDict values;
+    values.insert("first", torch::ones({2}));
+    values.insert("second", value);
+    expect_error([&] { load_state_dict(model, values); }, parts);
+    EXPECT_TRUE(torch::equal(first, torch::zeros({2})));
+  };
+  refused(torch::ones({2}).to_sparse(), {"'second' of layout Strided, got layout Sparse"});
+  refused(torch::ones({2}, torch::kMeta), {"'second'", "on the meta device, without values"});
+}
+
 TEST(StateDict, NotStrictLoadsWhatMatchesAndNamesTheRest) {
   ToyNet net = normalised_net();
   StateDict values;
@@ -114,6 +129,15 @@ TEST(StateDict, APrefixOfPythonsWrappersIsNamedAndStripped) {
   expect_error([&] { load_state_dict(to, values); }, {"strip_prefix(\"module.\")"});
   load_state_dict(to, values, LoadOptions().strip_prefix("module."));
   EXPECT_EQ(difference(state_dict(to), state_dict(from)), "");
+
+  StateDict twice;  // torch.compile in DistributedDataParallel
+  for (const auto& item : state_dict(from))
+    twice.insert("module._orig_mod." + item.key(), item.value());
+  for (const char* const prefix : {"", "module."}) {
+    expect_error([&] { load_state_dict(to, twice, LoadOptions().strip_prefix(prefix)); },
+                 {"strip_prefix(\"module._orig_mod.\")"});
+  }
+  load_state_dict(to, twice, LoadOptions().strip_prefix("module._orig_mod."));
 }
 
 struct TiedNetImpl : torch::nn::Module {
@@ -239,6 +263,24 @@ TEST(StateDict, LoadsATorchScriptModule) {
   for (auto& item : values) item.value() += 1;
   load_state_dict(module, values);
   EXPECT_EQ(difference(state_dict(module), values), "");
+}
+
+// Its file has tensors that are neither parameters nor buffers.
+TEST(StateDict, LoadsATorchScriptModuleFromItsOwnFile) {
+  const TemporaryFolder folder;
+  torch::jit::Module inner("Inner");
+  inner.register_attribute("anchors", at::TensorType::get(), torch::arange(4.0));
+  torch::jit::Module module("Net");
+  module.register_parameter("weight", torch::zeros({2}), /*is_buffer=*/false);
+  module.register_module("inner", inner);
+  module.register_attribute("more", c10::ListType::ofTensors(),
+                            c10::List<at::Tensor>({torch::ones(2)}));
+  module.save((folder / "net.pt").string());
+  module.attr("weight").toTensor().data().fill_(1);
+  EXPECT_EQ(read(folder / "net.pt").tensors.size(), 3U);
+  const UnmatchedNames unmatched = load(module, folder / "net.pt");
+  EXPECT_EQ(unmatched.unexpected.size(), 0U);
+  EXPECT_TRUE(torch::equal(module.attr("weight").toTensor(), torch::zeros({2})));
 }
 
 TEST(StateDict, LoadsUnderInferenceModeAndIntoItsTensors) {

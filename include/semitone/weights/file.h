@@ -50,8 +50,8 @@ class ReadOptions {
 /// together. Checksums inside ZIP archives are not compared, as in PyTorch.
 ///
 /// FileError if the file cannot be read, has another format (the message says which, if it is a
-/// known one), is truncated or corrupt, or holds tensors that are sparse or quantised in the part
-/// that is read. Other parts may have such tensors.
+/// known one), is truncated or corrupt, or holds tensors that are sparse, quantised or packed by a
+/// TorchScript module's `__getstate__` in the part that is read. Other parts may have such tensors.
 Contents read(const std::filesystem::path& path, const ReadOptions& options = {});
 
 class SaveOptions {
@@ -70,8 +70,9 @@ class SaveOptions {
 
 /// Writes tensors to a file that Python reads: `safetensors.torch.load_file(path)`, or
 /// `torch.load(path)`, whose default `weights_only=True` accepts it. The file is complete or not
-/// there; an existing one is replaced. Needs the memory of one tensor beside the tensors, and with
-/// options.dtype() that of the cast tensors.
+/// there; an existing one is replaced. Needs the memory of one tensor beside the tensors. With
+/// options.dtype() it needs that of the cast tensors too, and up to 24 bytes for each element of the
+/// largest tensor, on its device, to look for values that the cast would lose.
 ///
 /// Error if a tensor is sparse, quantised or has no values, if its dtype has no name in the format
 /// (complex128 in safetensors), or if a finite value would be infinite in options.dtype(). FileError

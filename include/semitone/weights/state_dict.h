@@ -31,7 +31,8 @@ class LoadOptions {
   /// Whether missing or unexpected names are an error. Default: true, as in Python. Two kinds of
   /// names are never missing: `num_batches_tracked` of a BatchNorm whose statistics are given (files
   /// from before PyTorch 0.4.1 lack it), and the second name of a tensor that is given under its
-  /// first.
+  /// first. Tensors that a TorchScript module has as plain attributes, not as parameters or buffers,
+  /// are in its file, but are never unexpected: they keep their values.
   TORCH_ARG(bool, strict) = true;
   /// A prefix that is removed from the names of the file: "module." for a model that was saved
   /// inside Python's DataParallel or DistributedDataParallel, "_orig_mod." for a compiled one.
@@ -53,7 +54,8 @@ struct UnmatchedNames {
 /// O2), the master gets the value, and the weight its rounding.
 ///
 /// Everything is checked before anything is changed. FileError that names the first tensor at
-/// fault: if names do not match (unless strict is false), if a shape differs, or if a value would
+/// fault: if names do not match (unless strict is false), if a shape or layout differs, if a tensor has
+/// no values (on the meta device), or if a value would
 /// be lost in the model's dtype: a finite one that becomes infinite, an imaginary part, or in an
 /// integer or bool tensor any value that changes. Rounding to a floating-point dtype is no loss.
 UnmatchedNames load_state_dict(const amp::Model& model, const StateDict& values,
