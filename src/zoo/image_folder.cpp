@@ -12,6 +12,8 @@
 #include <array>
 #include <cctype>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -235,15 +237,21 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
   }
   const Files files = files_of(place, split, options);
   const auto count = static_cast<std::int64_t>(files.paths.size());
-  const at::Tensor first = read_image(files.paths.front(), options);
-  if (count > options.max_bytes() / first.numel()) {
+  const auto require_memory = [&](at::IntArrayRef sizes) {
+    double bytes = static_cast<double>(count);
+    for (const std::int64_t size : sizes) bytes *= static_cast<double>(size);
+    if (bytes <= static_cast<double>(options.max_bytes())) return;
     throw FileError(
         kImageFolder,
         c10::str("at most ", options.max_bytes(), " bytes of images in ", quoted(folder)),
-        c10::str(count, " images of sizes ", first.sizes()),
-        "set a smaller size, or raise max_bytes");
-  }
+        c10::str(count, " images of sizes ", sizes), "set a smaller size, or raise max_bytes");
+  };
+  if (options.size().has_value()) require_memory({3, *options.size(), *options.size()});
+  const at::Tensor first = read_image(files.paths.front(), options);
+  require_memory(first.sizes());
   at::Tensor images = torch::empty({count, 3, first.size(1), first.size(2)}, torch::kByte);
+  // Not copy_(): these threads are not in the caller's inference mode.
+  auto* const bytes = images.mutable_data_ptr<std::uint8_t>();
   parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const fs::path& path = files.paths[static_cast<std::size_t>(i)];
@@ -255,7 +263,8 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
                         c10::str(image.size(1), " x ", image.size(2), " in ", quoted(path)),
                         "set the size to which images are scaled and cropped");
       }
-      images[i].copy_(image);
+      std::memcpy(bytes + i * image.numel(), image.contiguous().const_data_ptr<std::uint8_t>(),
+                  static_cast<std::size_t>(image.numel()));
     }
   });
   return {images, torch::tensor(files.labels, torch::kLong),

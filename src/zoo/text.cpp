@@ -28,7 +28,9 @@ at::Tensor read_bytes(const std::filesystem::path& file, std::int64_t max_bytes)
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {
     throw FileError(kText, c10::str("a text of at most ", limit, " bytes in '", file.string(), "'"),
-                    "a longer one", "raise max_bytes, or use a part of it");
+                    "a longer one",
+                    bound < max_bytes ? "read a copy: the file grows, or does not state its size"
+                                      : "raise max_bytes, or use a part of it");
   }
   if (bytes.numel() == 0)
     throw FileError(kText, "a text in '" + file.string() + "'", "an empty gzip stream");

@@ -10,7 +10,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <set>
 #include <string>
 #include <vector>
@@ -220,6 +222,23 @@ TEST_F(ImageFolderTest, NoMoreIsReadThanAllowed) {
   EXPECT_EQ(load(Split::train, ImageFolderOptions().max_bytes(36)).size(), 2);
   EXPECT_THAT(message(Split::train, ImageFolderOptions().max_bytes(35)),
               AllOf(HasSubstr("at most 35 bytes"), HasSubstr("2 images of sizes [3, 2, 3]")));
+}
+
+// Before the first image is scaled to that size.
+TEST_F(ImageFolderTest, NoImageIsScaledBeyondTheLimit) {
+  for (const char* const name : {"train/a/0.ppm", "train/b/0.ppm", "test/a/0.ppm", "test/b/0.ppm"})
+    write_text(folder_ / name, "damaged");
+  for (const std::int64_t size : {std::int64_t{30'000}, std::numeric_limits<std::int64_t>::max()}) {
+    EXPECT_THAT(message(Split::train, ImageFolderOptions().size(size).max_bytes(1000)),
+                HasSubstr("at most 1000 bytes"));
+  }
+}
+
+TEST_F(ImageFolderTest, IsReadInInferenceMode) {
+  for (const char* const name : {"train/a/0.ppm", "train/b/1.ppm", "test/a/0.ppm", "test/b/0.ppm"})
+    add(name, 3);
+  const c10::InferenceMode inference;
+  EXPECT_THAT(values(load()), ElementsAre(3, 3));
 }
 
 TEST_F(ImageFolderTest, OptionsOutOfRangeAreRefused) {

@@ -98,6 +98,11 @@ TEST_F(TextTest, LimitsTheSizeOfTheText) {
   EXPECT_THAT(message_of([&] { load_text(path_, 0); }), HasSubstr("max_bytes"));
 }
 
+// As those of /proc.
+TEST_F(TextTest, SaysThatAFileDoesNotStateItsSize) {
+  EXPECT_THAT(message_of([&] { load_text("/proc/self/status"); }), HasSubstr("read a copy"));
+}
+
 TEST_F(TextTest, RefusesFilesThatAreNoTexts) {
   EXPECT_THAT(message(), HasSubstr("got none"));
   test::write_text(path_, "");
