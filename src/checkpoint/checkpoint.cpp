@@ -74,15 +74,19 @@ Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& gi
 
 NamedGenerators Checkpoint::Impl::default_generators() const {
   NamedGenerators generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  std::set<std::string> seen;
-  std::map<std::string, int> counts;
+  std::map<c10::DeviceType, std::set<c10::DeviceIndex>> devices;
   for (const auto& entry : entries) {
     for (const c10::Device device : entry->devices()) {
-      if (device.is_cpu() || !seen.insert(device.str()).second) continue;
-      // Named by order: a resumed run may be given other devices of the kind.
-      const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-      generators.emplace_back(fmt::format("{}.{}", type, counts[type]++),
-                              at::globalContext().defaultGenerator(device));
+      if (!device.is_cpu()) devices[device.type()].insert(device.index());
+    }
+  }
+  for (const auto& [type, indices] : devices) {
+    // Counted: a resumed run may be given other devices of the kind.
+    int number = 0;
+    for (const c10::DeviceIndex index : indices) {
+      generators.emplace_back(
+          fmt::format("{}.{}", c10::DeviceTypeName(type, /*lower_case=*/true), number++),
+          at::globalContext().defaultGenerator(c10::Device(type, index)));
     }
   }
   return generators;

@@ -43,6 +43,8 @@ struct Checkpoint::Impl {
   void require_saving(std::int64_t step) const;
   // DivergedError on all ranks if one of them has weights that are inf or NaN. Collective.
   void require_finite() const;
+  // Error unless all ranks have entries of the same names. Collective.
+  void require_same_entries() const;
   // Error unless the group's ranks have all shares of sharded optimizers. Collective.
   void require_all_shares() const;
   FileRecord new_record(const Entry& entry) const;
@@ -57,7 +59,9 @@ struct Checkpoint::Impl {
   std::unique_ptr<Staging> stage(std::int64_t step) const;
   // Returns the records of the files as text.
   std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;
-  void finish(Staging& staging, const Manifest& manifest);
+  void finish(Staging& staging, Manifest manifest);
+  // The metric of a checkpoint; none if there is no such checkpoint.
+  std::optional<double> metric_of(std::int64_t step) const;
   // Of some steps: those whose manifests have a metric, the best first, and those whose manifests
   // could not be read for another reason than damage.
   struct Ranking {
@@ -78,7 +82,9 @@ struct Checkpoint::Impl {
   std::vector<std::int64_t> common_steps() const;
   Manifest verify(std::int64_t step) const;
   // Verifies on all ranks. Returns the first rank's problem, or an empty text on all of them.
+  // FileError if some ranks do not see the checkpoint.
   std::string find_problem(std::int64_t step, Manifest& manifest) const;
+  void require_seen_by_all_ranks(std::int64_t step) const;
   void require_same_settings(const Manifest& manifest) const;
   // Whether an entry is loaded from the files of all ranks of the saved run.
   bool is_from_all_ranks(const Entry& entry, const Manifest& manifest) const;

@@ -101,6 +101,16 @@ Descriptor open_directory(const fs::path& directory) {
   return Descriptor(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
+// The path, or the part of it, that is a symbolic link to nothing; empty if there is none.
+fs::path link_without_target(fs::path path) {
+  std::error_code ignored;
+  for (; path.has_relative_path(); path = path.parent_path()) {
+    if (fs::exists(path, ignored)) break;
+    if (fs::is_symlink(path, ignored)) return path;
+  }
+  return {};
+}
+
 // Checkpoints that were to be replaced by others, which do not have their names yet: where they are,
 // and their names.
 std::vector<std::pair<fs::path, fs::path>> left_without_names(const fs::path& directory) {
@@ -141,10 +151,17 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
     const auto step = step_of(path.filename().string());
     if (step.has_value() && !is_another_kind_of_file(path)) steps.push_back(*step);
   }
+  const auto expected = fmt::format("a directory of checkpoints '{}'", directory.string());
   if (error && error != std::errc::no_such_file_or_directory) {
-    throw FileError("checkpoint",
-                    fmt::format("a directory of checkpoints '{}'", directory.string()),
-                    error.message(), "name a directory that this user may read");
+    throw FileError("checkpoint", expected, error.message(),
+                    "name a directory that this user may read");
+  }
+  if (error) {
+    if (const auto link = link_without_target(directory); !link.empty()) {
+      throw FileError("checkpoint", expected,
+                      fmt::format("'{}', a link to what does not exist", link.string()),
+                      "is its file system mounted? Otherwise remove the link");
+    }
   }
   std::sort(steps.begin(), steps.end());
   return steps;

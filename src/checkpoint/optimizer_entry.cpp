@@ -6,6 +6,7 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "src/checkpoint/entry.h"
 #include "src/core/distinct_parameters.h"
+#include "src/core/state_mode.h"
 #include "src/core/widen_state.h"
 
 #include <torch/serialize.h>
@@ -70,6 +71,7 @@ class OptimizerEntry final : public Entry {
   void read(const Source& source, const FileRecord&) override { read_resharded({source}); }
 
   void read_resharded(const std::vector<Source>& of_ranks) override {
+    const StateMode mode;
     States all;
     for (const Source& source : of_ranks) {
       read_one(source);

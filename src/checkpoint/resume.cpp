@@ -207,7 +207,22 @@ std::string Checkpoint::Impl::find_problem(std::int64_t step, Manifest& manifest
       problem = message_of(error);
     }
   });
-  return first_text(options.group(), problem);
+  problem = first_text(options.group(), problem);
+  if (!problem.empty()) require_seen_by_all_ranks(step);
+  return problem;
+}
+
+// Otherwise a directory that is not shared, or not mounted on one machine, would be taken for
+// damage, and the next save would delete the checkpoints in it.
+void Checkpoint::Impl::require_seen_by_all_ranks(std::int64_t step) const {
+  const auto path = complete_path(directory, step) / kManifest;
+  std::error_code ignored;
+  const auto seen = options.group().all_gather(fs::exists(path, ignored) ? "yes" : "no");
+  const auto blind = std::ranges::find(seen, "no");
+  if (blind == seen.end() || std::ranges::find(seen, "yes") == seen.end()) return;
+  throw FileError(kResume, fmt::format("'{}' on all ranks", path.string()),
+                  fmt::format("none on rank {}", blind - seen.begin()),
+                  "name a directory of a file system that all machines share");
 }
 
 void Checkpoint::Impl::load_if_it_fits(const Manifest& manifest) {

@@ -70,6 +70,20 @@ void Checkpoint::Impl::require_finite() const {
       "weights too");
 }
 
+// No rank could resume from a file that another one lacks.
+void Checkpoint::Impl::require_same_entries() const {
+  std::vector<std::string> names;
+  for (const auto& entry : entries) names.push_back(entry->name());
+  std::ranges::sort(names);
+  const auto all = options.group().all_gather(fmt::format("'{}'", fmt::join(names, "', '")));
+  const auto other = std::ranges::find_if(all, [&](const auto& one) { return one != all.front(); });
+  if (other == all.end()) return;
+  throw Error(
+      kSave, "objects of the same names on all ranks",
+      fmt::format("{} on rank 0, and {} on rank {}", all.front(), *other, other - all.begin()),
+      "call add() on all ranks");
+}
+
 void Checkpoint::Impl::require_all_shares() const {
   for (const auto& entry : entries) {
     const auto share = entry->share();
@@ -153,7 +167,8 @@ std::string Checkpoint::Impl::write_files(std::int64_t step, std::vector<Pending
   return to_text(records);
 }
 
-void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
+void Checkpoint::Impl::finish(Staging& staging, Manifest manifest) {
+  if (!manifest.metric.has_value()) manifest.metric = metric_of(manifest.step);
   write_file(partial_path(directory, manifest.step) / kManifest, to_text(manifest), kSave);
   staging.commit();
   rejected.erase(manifest.step);
@@ -167,6 +182,17 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   }
   for (const std::int64_t step : beyond_limits(kept)) {
     if (step != manifest.step) staging.remove(step);
+  }
+}
+
+// Of the checkpoint of the same step that is about to be replaced.
+std::optional<double> Checkpoint::Impl::metric_of(std::int64_t step) const {
+  if (rejected.contains(step) || !std::filesystem::exists(complete_path(directory, step)))
+    return std::nullopt;
+  try {
+    return read_manifest(complete_path(directory, step)).metric;
+  } catch (const FileError&) {
+    return std::nullopt;
   }
 }
 
@@ -232,6 +258,7 @@ Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double>
 void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
+  require_same_entries();
   require_finite();
   require_all_shares();
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
@@ -240,6 +267,7 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
 void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
+  require_same_entries();
   require_finite();
   require_all_shares();
   if (!background.has_value()) background = comm::group_of_cpus(options.group());

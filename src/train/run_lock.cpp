@@ -39,6 +39,9 @@ bool RunLock::take() {
   std::error_code ignored;
   created_ |= std::filesystem::create_directories(directory_, ignored);
   Descriptor file(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, kMode));
+  // A file of another user, whose training may run, can be locked too.
+  if (!file.is_open() && errno != ENOENT)
+    file = Descriptor(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file.is_open()) return errno != ENOENT;
   if (!try_lock(file)) {
     throw FileError(

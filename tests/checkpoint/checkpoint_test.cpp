@@ -344,6 +344,36 @@ TYPED_TEST(CheckpointOfTiedWeights, RestoresTheStateOfAParameterThatOccursTwice)
   EXPECT_TRUE(same_bits(weight.detach(), want));
 }
 
+// A program that looks at the validation loss in InferenceMode, and goes back.
+TEST(Checkpoint, CanBeResumedInInferenceMode) {
+  const semitone::test::TemporaryFolder folder;
+  torch::nn::Linear net(3, 2);
+  torch::optim::Adam adam(net->parameters(), 0.1);
+  at::Tensor mean;
+  const auto step = [&] {
+    adam.zero_grad();
+    net(torch::ones({4, 3})).sum().backward();
+    adam.step();
+  };
+  step();
+  mean = net->bias.detach().clone();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("net", net).add("adam", adam).add("mean", mean);
+  checkpoint.save(1);
+  const auto before = semitone::test::copies(net->parameters());
+  step();
+  {
+    const c10::InferenceMode inference;
+    mean = at::Tensor();
+    EXPECT_EQ(checkpoint.resume(), 1);
+  }
+  EXPECT_TRUE(same_bits(semitone::test::copies(net->parameters()), before));
+  step();
+  mean.add_(1);
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(torch::equal(mean, net->bias));
+}
+
 TEST(Checkpoint, RestoresExpandedTensors) {
   const TemporaryFolder folder;
   torch::nn::Linear model(2, 2);

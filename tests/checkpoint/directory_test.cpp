@@ -4,6 +4,7 @@
 #include "semitone/checkpoint.h"
 #include "src/checkpoint/folder.h"
 #include "tests/checkpoint/training.h"
+#include "tests/support/another_user.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
@@ -35,6 +36,7 @@ namespace directory {
 namespace {
 
 namespace fs = std::filesystem;
+using semitone::test::AnotherUser;
 using semitone::test::CapturedLog;
 using semitone::test::expect_error;
 using semitone::test::message_of;
@@ -187,6 +189,35 @@ TEST_F(CheckpointDirectory, ReplacesACheckpointOfTheSameStep) {
   EXPECT_EQ(checkpoint.resume(), 10);
   EXPECT_EQ(value_, 2);
   EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000010"));
+}
+
+// A signal that arrives in a step that was just saved.
+TEST_F(CheckpointDirectory, HasTheMetricOfAStepThatIsSavedAgainWithoutOne) {
+  auto checkpoint = make(CheckpointOptions().keep(1).keep_best(1));
+  checkpoint.save(1, 0.5);
+  checkpoint.save(1);
+  checkpoint.save(2, 0.7);
+  checkpoint.save(3);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 3));
+  EXPECT_EQ(checkpoint.best_step(), 1);
+  checkpoint.save_async(3, 0.4);
+  EXPECT_EQ(checkpoint.best_step(), 3);
+}
+
+// As a run's link to a disk that is not mounted.
+TEST_F(CheckpointDirectory, ThatIsALinkToNothingIsAnError) {
+  fs::create_directory_symlink(folder_ / "away", folder_ / "link");
+  for (const fs::path& place : {folder_ / "link", folder_ / "link" / "run"}) {
+    Checkpoint checkpoint(place);
+    checkpoint.add("value", value_);
+    EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(); }),
+                AllOf(HasSubstr("'" + (folder_ / "link").string() + "', a link to what does not"),
+                      HasSubstr("mounted?")));
+  }
+  fs::create_directory(folder_ / "away");
+  Checkpoint checkpoint(folder_ / "link" / "run");
+  checkpoint.add("value", value_);
+  EXPECT_EQ(checkpoint.resume(), std::nullopt);
 }
 
 TEST_F(CheckpointDirectory, OfARunThatShouldHaveBeenResumedIsAnError) {
@@ -343,18 +374,6 @@ TEST_F(CheckpointDirectory, ThatIsAFileIsAnError) {
   below.add("value", value_);
   EXPECT_THAT(failure_of(below, 1), HasSubstr("Not a directory"));
 }
-
-// Root may write anywhere, so it becomes another user meanwhile.
-class AnotherUser {
- public:
-  AnotherUser() : was_root_(::geteuid() == 0) { EXPECT_TRUE(!was_root_ || ::seteuid(65534) == 0); }
-  ~AnotherUser() { EXPECT_TRUE(!was_root_ || ::seteuid(0) == 0); }
-  AnotherUser(const AnotherUser&) = delete;
-  AnotherUser& operator=(const AnotherUser&) = delete;
-
- private:
-  bool was_root_;
-};
 
 TEST_F(CheckpointDirectory, ThatIsReadOnlyIsAnErrorAndStaysAsItIs) {
   auto checkpoint = make();

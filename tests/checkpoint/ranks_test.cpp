@@ -355,5 +355,40 @@ TEST(CheckpointOfRanks, OfAnotherModelIsAnErrorOnAllRanks) {
   });
 }
 
+TEST(CheckpointOfRanks, OfOtherObjectsOnARankIsNotWritten) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    double sum = 0;
+    double best = 0;
+    Checkpoint checkpoint(rank.folder() / "run", options_of(group));
+    checkpoint.add("sum", sum);
+    if (rank.number() == 0) checkpoint.add("best", best);
+    const std::string message = message_of<Error>([&] { checkpoint.save(1); });
+    EXPECT_THAT(message, HasSubstr("'best', 'random', 'sum' on rank 0, and 'random', 'sum' on "
+                                   "rank 1"));
+    EXPECT_THAT(checkpoint.steps(), ElementsAre());
+  });
+}
+
+// As with a disk of one machine. It is not damaged.
+TEST(CheckpointOfRanks, ThatARankDoesNotSeeIsAnErrorOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    double value = 1;
+    const auto checkpoint_in = [&](const fs::path& directory) {
+      Checkpoint made(directory, options_of(group));
+      made.add("value", value);
+      return made;
+    };
+    checkpoint_in(rank.folder() / "run").save(1);
+    group.barrier();
+    Checkpoint reader = checkpoint_in(rank.folder() / (rank.number() == 0 ? "run" : "away"));
+    value = 2;
+    EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+                AllOf(HasSubstr("on all ranks, got none on rank 1"), HasSubstr("share")));
+    EXPECT_EQ(value, 2);
+  });
+}
+
 }  // namespace
 }  // namespace semitone::checkpoint::test

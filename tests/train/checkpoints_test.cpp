@@ -6,6 +6,7 @@
 #include "semitone/weights/file.h"
 #include "src/train/run_lock.h"
 #include "src/train/save_interval.h"
+#include "tests/support/another_user.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
@@ -213,6 +214,16 @@ TEST_F(SavingTest, ADirectoryHasOneTrainingAtATime) {
   train_classifier(drop_net, data(), options().max_steps(12).resume_auto(true));
   EXPECT_THAT(steps_in(run_), ElementsAre(10, 12));
   EXPECT_FALSE(fs::exists(run_ / "training.lock"));
+}
+
+TEST_F(SavingTest, ADirectoryIsNotSharedWithATrainingOfAnotherUser) {
+  fs::permissions(folder_.path(), fs::perms::all);
+  const RunLock first(run_);
+  fs::permissions(run_, fs::perms::all);
+  fs::permissions(run_ / "training.lock", fs::perms::owner_read | fs::perms::others_read);
+  const test::AnotherUser user;
+  EXPECT_THAT(test::message_of<FileError>([&] { const RunLock second(run_); }),
+              HasSubstr("which still runs"));
 }
 
 TEST_F(SavingTest, ADirectoryOfOneStepIsNoPlaceForARun) {
