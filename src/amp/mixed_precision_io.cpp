@@ -12,11 +12,15 @@
 #include <torch/serialize.h>
 #include <torch/types.h>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <sstream>
 #include <string>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
@@ -25,6 +29,27 @@ namespace {
 // the node that accumulates the tensor's gradient, and with it the hooks of data-parallel training.
 void lend(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
+
+// "growth_interval 500 (here 2000), …": what a saved run had, where it differs.
+std::string differences(const LossScaleOptions& here, const LossScaleOptions& saved) {
+  std::vector<std::string> all;
+  const auto compare = [&all](const char* name, auto own, auto other) {
+    if (own != other) all.push_back(fmt::format("{} {} (here {})", name, other, own));
+  };
+  compare("dynamic", here.dynamic(), saved.dynamic());
+  if (!saved.dynamic()) compare("scale", here.init_scale(), saved.init_scale());
+  compare("growth_factor", here.growth_factor(), saved.growth_factor());
+  compare("backoff_factor", here.backoff_factor(), saved.backoff_factor());
+  compare("growth_interval", here.growth_interval(), saved.growth_interval());
+  compare("growth_delay", here.growth_delay(), saved.growth_delay());
+  compare("min_scale", here.min_scale(), saved.min_scale());
+  compare("max_scale", here.max_scale(), saved.max_scale());
+  compare("hysteresis", here.hysteresis(), saved.hysteresis());
+  compare("overflow_count", static_cast<int>(here.overflow_count()),
+          static_cast<int>(saved.overflow_count()));
+  compare("scale_dtype", dtype_name(here.scale_dtype()), dtype_name(saved.scale_dtype()));
+  return fmt::format("{}", fmt::join(all, ", "));
 }
 
 }  // namespace
@@ -200,10 +225,11 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   must_be_as_many("models", impl().models.size());
   must_be_as_many("losses", impl().scalers.size());
   must_be_as_many("optimizers", impl().optimizers.size());
-  const auto part = [&](const std::string& key) {
+  const auto part = [&](const std::string& key,
+                        const std::string& remedy = "is the file complete?") {
     torch::serialize::InputArchive inner;
     if (!archive.try_read(key, inner))
-      throw FileError(kComponent, "'" + key + "' in the archive", "none", "is the file complete?");
+      throw FileError(kComponent, "'" + key + "' in the archive", "none", remedy);
     return inner;
   };
   // Values from torch::load first: the memory that it leaves would be read as theirs once more.
@@ -213,14 +239,22 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   std::vector<std::vector<at::Tensor>> masters(impl().optimizers.size());
   for (std::size_t i = 0; i < masters.size(); ++i) {
     if (!impl().optimizers[i].masters.has_value()) continue;
-    auto inner = part("masters" + std::to_string(i));
+    auto inner = part("masters" + std::to_string(i),
+                      "if the saved run had master_weights(false), set it here too, or resume at "
+                      "another opt level");
     masters[i] = impl().optimizers[i].masters->read(inner);
   }
   // After the masters, which may not fit: listeners hear of loaded scales at once.
   std::vector<LossScaler> scalers = impl().scalers;
   for (std::size_t i = 0; i < scalers.size(); ++i) {
     auto inner = part("loss" + std::to_string(i));
+    const LossScaleOptions own = scalers[i].options();
     scalers[i].load(inner);
+    // A limit of this program's, which does not change the training.
+    scalers[i].set_options(
+        LossScaleOptions(scalers[i].options()).max_consecutive_skips(own.max_consecutive_skips()));
+    if (const auto text = differences(own, scalers[i].options()); !text.empty())
+      log()->warn("{}: loss scale {} keeps the options of the saved run: {}", kComponent, i, text);
   }
   if (impl().has_fp8()) {
     torch::serialize::InputArchive fp8;

@@ -6,6 +6,7 @@
 #include "semitone/scaling/detail/loss_scale_state.h"
 #include "src/autocast/model_entries.h"
 #include "tests/support/archive.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
 #include "tests/support/optimizers.h"
@@ -164,6 +165,36 @@ TEST(MixedPrecisionLoad, ReferencesToScalersStay) {
   run.mixed.load(state);
   EXPECT_EQ(&scaler, &run.mixed.loss_scaler());
   EXPECT_GT(scaler.scale(), before);
+}
+
+TEST(MixedPrecisionLoad, SaysWhichOptionsOfTheLossScaleStayThoseOfTheSavedRun) {
+  const auto rule = [](std::int64_t interval, std::int64_t skips) {
+    return options("O2", torch::kHalf)
+        .loss_scale("dynamic")
+        .loss_scale_options(
+            LossScaleOptions().growth_interval(interval).max_consecutive_skips(skips));
+  };
+  Training run(rule(500, 50));
+  auto state = saved(run.mixed);
+  Training other(rule(2000, 70));
+  const test::CapturedLog log;
+  other.mixed.load(state);
+  EXPECT_THAT(log.text(), HasSubstr("loss scale 0 keeps the options of the saved run: "
+                                    "growth_interval 500 (here 2000)"));
+  EXPECT_EQ(other.mixed.loss_scaler().options().growth_interval(), 500);
+  EXPECT_EQ(other.mixed.loss_scaler().options().max_consecutive_skips(), 70);
+
+  Training constant(options("O2", torch::kHalf).loss_scale(128.0));
+  constant.mixed.load(state);
+  EXPECT_THAT(log.text(), HasSubstr("dynamic true (here false)"));
+}
+
+TEST(MixedPrecisionLoad, SaysThatTheSavedRunHadNoMasters) {
+  Training without(options("O2").master_weights(false));
+  auto state = saved(without.mixed);
+  Training with(options("O2"));
+  EXPECT_THAT(message_of<FileError>([&] { with.mixed.load(state); }),
+              HasSubstr("master_weights(false), set it here too"));
 }
 
 TEST(MixedPrecisionInFp8, DiffersFrom16BitsAndIsNamedInErrors) {

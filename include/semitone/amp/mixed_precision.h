@@ -226,7 +226,8 @@ class [[nodiscard]] MixedPrecision {
   /// all optimizers. If a loss that was scaled for several optimizers overflowed, those that have not
   /// stepped since skip their next step in a resumed run, too.
   /// It throws FileError, and changes nothing, unless level, dtype, the shapes of the masters and
-  /// the numbers of models, optimizers and losses equal those of the saved run.
+  /// the numbers of models, optimizers and losses equal those of the saved run. Loss scales keep the
+  /// options of the saved run, with a warning where they differ, except max_consecutive_skips.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
