@@ -187,12 +187,11 @@ void Checkpoint::Impl::finish(Staging& staging, Manifest manifest) {
 
 // Of the checkpoint of the same step that is about to be replaced.
 std::optional<double> Checkpoint::Impl::metric_of(std::int64_t step) const {
-  if (rejected.contains(step) || !std::filesystem::exists(complete_path(directory, step)))
-    return std::nullopt;
+  if (rejected.contains(step)) return std::nullopt;
   try {
     return read_manifest(complete_path(directory, step)).metric;
   } catch (const FileError&) {
-    return std::nullopt;
+    return std::nullopt;  // usually there is none
   }
 }
 
