@@ -127,6 +127,20 @@ std::vector<at::Tensor> CapturedStep::Impl::find_others() const {
   return found;
 }
 
+// Parameters of other MixedPrecision objects of this thread, whose models may be part of the loss.
+std::vector<at::Tensor> CapturedStep::Impl::find_elsewhere() const {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  record.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  std::vector<at::Tensor> found;
+  for (State* const other : state.others_of_thread()) {
+    other->find_free_parameters();
+    other->for_each_parameter_of_models([&](const at::Tensor& parameter) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) found.push_back(parameter);
+    });
+  }
+  return found;
+}
+
 CapturedStep::Impl::Batch CapturedStep::Impl::moved_to_device(const Batch& batch) const {
   Batch here;
   here.reserve(batch.size());
@@ -147,6 +161,7 @@ at::Tensor CapturedStep::Impl::loss_of(const Batch& batch) const {
 }
 
 void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
+  const OthersAside aside(find_elsewhere());
   mixed.scale_loss(loss, optimizer, ScaleLossOptions().loss_id(options.loss_id())).backward();
   if (options.max_grad_norm() > 0) clip(mixed.master_params(optimizer), options.max_grad_norm());
 }

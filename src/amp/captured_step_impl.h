@@ -130,6 +130,7 @@ struct CapturedStep::Impl {
   bool is_current();
   std::vector<bool> trained() const;
   std::vector<at::Tensor> find_others() const;
+  std::vector<at::Tensor> find_elsewhere() const;
 
   MixedPrecision& mixed;
   State& state;

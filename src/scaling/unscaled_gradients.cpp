@@ -42,19 +42,22 @@ std::int64_t UnscaledGradients::backwards() const {
 
 void UnscaledGradients::begin_backward() {
   const std::lock_guard lock(mutex_);
+  if (!under_way_.expired()) return;
+  const auto pass = std::make_shared<const int>(0);
+  under_way_ = pass;
   ++backwards_;
-  if (entries_.empty()) return;
   for (auto& [identity, entry] : entries_) {
     if (const auto parameter = entry.parameter.lock(); parameter.defined())
       entry = entry_of(at::Tensor(parameter));
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->end_backward(); });
+      [self = shared_from_this(), pass] { self->end_backward(); });
 }
 
 // What the pass has changed is scaled.
 void UnscaledGradients::end_backward() {
   const std::lock_guard lock(mutex_);
+  under_way_.reset();
   std::erase_if(entries_, [](const auto& item) {
     const auto parameter = item.second.parameter.lock();
     if (!parameter.defined()) return true;

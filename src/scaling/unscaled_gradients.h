@@ -49,6 +49,9 @@ class UnscaledGradients : public std::enable_shared_from_this<UnscaledGradients>
   mutable std::mutex mutex_;
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;  // by parameter
   std::int64_t backwards_ = 0;
+  // Expires with the backward pass under way: callbacks own it. Of several losses in one pass, the
+  // hook of the last may run after gradients have changed.
+  std::weak_ptr<const int> under_way_;
 };
 
 }  // namespace semitone::amp

@@ -1,7 +1,9 @@
 // Several MixedPrecision objects whose models meet in one loss.
 
+#include "semitone/amp/captured_step.h"
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
+#include "semitone/optim/fused_sgd.h"
 #include "tests/amp/training_idioms_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
@@ -107,6 +109,30 @@ TEST(SeveralObjects, StepOnUnscaledGradientsOfOneLoss) {
     train(pair);
     expect_bitwise_equal(pair.critic.weight(), plain.critic.weight());
     expect_bitwise_equal(pair.generator.weight(), plain.generator.weight());
+  }
+}
+
+TEST(SeveralObjects, KeepTheirGradientsInACapturedStepOfAnother) {
+  for (const std::string level : {"O0", "O1", "O2", "O3"}) {
+    SCOPED_TRACE(level);
+    const auto options = level == "O0" ? Options("O0") : scaled_by(level, torch::kHalf, "128");
+    Part critic(options, torch::tensor({{1.0F, 0.5F, 2.0F, 4.0F}}));
+    torch::nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+    optim::FusedSGD optimizer(layer->parameters(), optim::FusedSGDOptions(0.125));
+    auto mixed = initialize(layer, optimizer, Options(options).verbosity(0));
+    CapturedStep step(mixed, optimizer, [&](const std::vector<at::Tensor>& batch) {
+      return critic(mixed.forward(layer, batch[0])).sum();
+    });
+    step.run({torch::ones({1, 4})});
+    EXPECT_FALSE(critic.layer->weight.grad().defined());
+
+    critic.mixed->scale_loss(critic(torch::ones({1, 4})).sum(), *critic.optimizer).backward();
+    const auto before = critic.mixed->master_params(*critic.optimizer)[0].grad().clone();
+    step.run({torch::ones({1, 4})});
+    expect_bitwise_equal(critic.mixed->master_params(*critic.optimizer)[0].grad(), before);
+    const auto weight = critic.weight();
+    EXPECT_EQ(critic.mixed->step(*critic.optimizer), Step::stepped);
+    expect_bitwise_equal(critic.weight(), weight - 0.125);
   }
 }
 

@@ -308,6 +308,28 @@ TEST(GradScaler, AnOverflowInASharedParameterSkipsBothOptimizers) {
   }
 }
 
+// The hook of one loss runs after the other's gradients are there.
+TEST(GradScaler, ASharedGradientOfOneOfTwoLossesInAPassIsUnscaled) {
+  for (const bool shared_first : {false, true}) {
+    TwoThatShare two;
+    GradScaler scaler(LossScaleOptions::fixed(128));
+    scaler.scale(two.loss()).backward();
+    EXPECT_EQ(scaler.step(two.a), Step::stepped);
+    two.steps();
+    two.a.zero_grad();
+    two.b.zero_grad();
+    std::vector<at::Tensor> scaled;
+    for (const bool is_shared : {shared_first, !shared_first}) {
+      scaled.push_back(
+          scaler.scale(is_shared ? (2 * two.shared).exp().sum() : 11 * two.of_b.sum()));
+    }
+    (scaled[0] + scaled[1]).backward();
+    EXPECT_EQ(scaler.step(two.b), Step::stepped);
+    EXPECT_EQ(two.steps(), (std::vector<float>{2, 0, 11}));
+    scaler.update();
+  }
+}
+
 TEST(GradScaler, ASharedGradientThatWasClippedIsNotUnscaledAgain) {
   TwoThatShare two;
   GradScaler scaler(LossScaleOptions::fixed(128));

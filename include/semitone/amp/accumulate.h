@@ -57,6 +57,7 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// micro-batch, as they are there without accumulation: in fp16, what is below 6e-8 once it is
 /// unscaled and divided becomes 0. Their sum is kept in fp32, rounded before the last micro-batch,
 /// and again with it. If there are more than two, it needs 4 bytes for each element until then.
+/// Those of other optimizers than this one are added in 16 bits.
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
 /// micro-batches have the same size. Otherwise, and for losses that count tokens, return

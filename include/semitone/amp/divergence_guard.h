@@ -117,7 +117,9 @@ class DivergenceGuard {
   /// Call it once for each batch, either before backward or between backward and the step. Before
   /// backward, a batch that is left out costs no backward pass. Between backward and the step, drop
   /// the gradients of a batch that is left out: with MixedPrecision::zero_grad(), or without
-  /// MixedPrecision with the optimizer's zero_grad(). Call it there
+  /// MixedPrecision with the optimizer's zero_grad(), and after GradScaler::unscale_ also with
+  /// scaler.update(scaler.get_scale()), which ends the step and leaves the scale as it is. Call it
+  /// there
   /// - with gradient accumulation: inspect the mean loss of all micro-batches, which
   ///   amp::accumulate() returns. If the last micro-batch alone were left out, ranks would step on
   ///   gradients that were never reduced;

@@ -59,7 +59,8 @@ namespace semitone::data {
 ///
 /// **Exceptions** of the loader or the transform are thrown when the iterator would reach the batch
 /// for which they were raised; the batches before it are delivered. The pass is then over, and
-/// another one may begin.
+/// another one may begin, if the loader can: LibTorch's DataLoader with workers cannot while they
+/// have batches of the old pass, and has to be made anew.
 template <typename Loader>
 class PrefetchLoader {
  public:
