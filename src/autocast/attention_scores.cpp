@@ -1,15 +1,15 @@
 #include "src/autocast/attention_scores.h"
 
 #include "semitone/core/dtype.h"
-#include "semitone/core/error.h"
-#include "src/autocast/operator_arguments.h"
 
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 namespace semitone::amp::attention_scores {
 namespace {
@@ -22,61 +22,16 @@ std::optional<WeakTensor>& last_product() {
   return product;
 }
 
-// A tensor whose memory may be freed, and its version.
-class Seen {
- public:
-  explicit Seen(const at::Tensor& tensor)
-      : tensor_(tensor.getIntrusivePtr()),
-        version_(tensor.unsafeGetTensorImpl()->version_counter()),
-        seen_(tensor.is_inference() ? 0 : version_.current_version()) {}
-
-  bool is(const at::Tensor& tensor) const {
-    return tensor_._unsafe_get_target() == tensor.unsafeGetTensorImpl();
-  }
-  bool has_changed() const { return version_.enabled() && version_.current_version() != seen_; }
-
- private:
-  WeakTensor tensor_;
-  c10::VariableVersion version_;
-  std::uint32_t seen_;
-};
-
-struct Viewed {
-  Seen product;
-  Seen view;
-};
-
-std::optional<Viewed>& last_viewed() {
-  static thread_local std::optional<Viewed> viewed;
-  return viewed;
-}
-
-[[noreturn]] void refuse_lost_writes(std::string_view written) {
-  throw Error(
-      "amp.autocast",
-      "the product of queries and keys and its view as [batch, heads, queries, keys] not to "
-      "be used for one another, since the view is an fp32 copy",
-      c10::str("the other one, after a write to the ", written),
-      "go on with the tensor that was written to, or write into a new one, as masked_fill "
-      "and + do");
-}
-
 }  // namespace
 
-void remember_view(const at::Tensor& product, const at::Tensor& view) {
-  last_viewed() = Viewed{Seen(product), Seen(view)};
-}
-
-void check_writes(const at::Tensor& argument) {
-  const auto& viewed = last_viewed();
-  if (!viewed.has_value() || !argument.defined()) return;
-  if (viewed->product.is(argument) && viewed->view.has_changed()) refuse_lost_writes("view");
-  if (viewed->view.is(argument) && viewed->product.has_changed()) refuse_lost_writes("product");
-}
-
-void check_writes(std::span<const c10::IValue> arguments) {
-  if (!last_viewed().has_value()) return;
-  for_each_tensor(arguments, [](const at::Tensor& tensor) { check_writes(tensor); });
+// Not set_data(), which drops the node of the product's gradient. Autograd casts the gradient that
+// comes back to the dtype that the product had.
+void widen(const at::Tensor& product) {
+  const c10::InferenceMode as_the_product(product.is_inference());
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  product.unsafeGetTensorImpl()->shallow_copy_from(
+      product.detach().to(at::kFloat).getIntrusivePtr());
 }
 
 // Queries are [queries, batch * heads, head size] in memory, and transposed.

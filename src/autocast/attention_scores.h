@@ -13,12 +13,12 @@
 // "attn_output_weights.masked_fill" not implemented for 'BFloat16'. That code is compiled into
 // LibTorch and can be recognised by its operators only. A 16-bit product of tensors with its
 // queries' strides is therefore remembered. If the next view of that very tensor has these sizes,
-// the view returns fp32. The mask and the softmax are then computed in fp32, and the product with
-// the values, which has a row in every policy, casts to 16 bits again. Without a key_padding_mask
-// there is no such view.
+// the product itself becomes fp32 before. The mask and the softmax are then computed in fp32, and the
+// product with the values, which has a row in every policy, casts to 16 bits again. Without a
+// key_padding_mask there is no such view.
 //
-// A program's own code may do the same. There, what is written to one of the two tensors is missing
-// in the other, which is refused when an operator gets that one.
+// A program's own code may do the same. The view is a view of the product there too, so that what is
+// written to one of them is in the other.
 namespace semitone::amp::attention_scores {
 
 // Whether the arguments of a bmm may be queries and keys of a MultiheadAttention.
@@ -31,11 +31,7 @@ void remember(const at::Tensor& product);
 // per product.
 bool are_viewed(const at::Tensor& tensor, c10::SymIntArrayRef sizes);
 
-// Remembers what such a view of a product returned, on this thread, until the next one.
-void remember_view(const at::Tensor& product, const at::Tensor& view);
-
-// Error if an argument is such a product or view, and the other one has been written to since.
-void check_writes(const at::Tensor& argument);
-void check_writes(std::span<const c10::IValue> arguments);
+// Gives such a product its values in fp32 memory. Other tensors that share its memory keep it.
+void widen(const at::Tensor& product);
 
 }  // namespace semitone::amp::attention_scores

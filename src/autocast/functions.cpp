@@ -46,6 +46,13 @@ at::Tensor cast_to_fp32(const at::Tensor& tensor) {
                       [&](const Caster& cast, const auto&) { return cast.to_fp32(tensor); });
 }
 
+at::Tensor CastToLower::look(const at::Tensor& tensor) {
+  return in_region_of(tensor, "half_function", [&](const Caster&, const auto& region) {
+    has_kept_ = has_kept_ || region.policy->keeps_fp32(tensor);
+    return tensor;
+  });
+}
+
 at::Tensor CastToWidest::look(const at::Tensor& tensor) {
   return in_region_of(tensor, "promote_function", [&](const Caster&, const auto& region) {
     if (is_eligible(tensor, region.device)) {

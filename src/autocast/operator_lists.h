@@ -24,10 +24,11 @@ inline constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full
 inline constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
-// In a model with 16-bit weights these operators compute in fp32 and return fp32, because LibTorch
-// has no 16-bit CPU kernels for them, or wrong ones (matrix_exp in LibTorch 2.11). The operators of
-// presets::without_16bit_kernels() are treated in the same way.
-inline constexpr std::array<std::string_view, 14> kLack16Bits{"complex",
+// In a model with 16-bit weights, and under the preset semitone on a CPU, these operators compute in
+// fp32 and return fp32, because LibTorch has no 16-bit CPU kernels for them, or wrong ones
+// (matrix_exp in LibTorch 2.11). The operators of presets::without_16bit_kernels() are treated in the
+// same way.
+inline constexpr std::array<std::string_view, 16> kLack16Bits{"complex",
                                                               "det",
                                                               "istft",
                                                               "linalg_det",
@@ -35,11 +36,13 @@ inline constexpr std::array<std::string_view, 14> kLack16Bits{"complex",
                                                               "linalg_lu_factor",
                                                               "linalg_lu_solve",
                                                               "linalg_matrix_exp",
+                                                              "linalg_matrix_norm",
                                                               "linalg_pinv",
                                                               "linalg_slogdet",
                                                               "linalg_solve_triangular",
                                                               "logdet",
                                                               "matrix_exp",
+                                                              "nuclear_norm",
                                                               "slogdet"};
 // Operators that check for a single dtype before they reach the matrix products inside them.
 // (lstm.input and lstm.data; gru_cell; …)

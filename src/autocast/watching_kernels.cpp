@@ -54,13 +54,10 @@ class ViewKernel final : public WatchingKernel {
     const auto [regions, policy] = in_force();
     if (policy != nullptr) {
       if (attention_scores::are_viewed(self, sizes)) {
-        const Caster cast(*regions, *policy, "view");
-        const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-        at::Tensor copy = cast.to_fp32(self).view_symint(sizes);
-        attention_scores::remember_view(self, copy);
-        return copy;
+        Caster(*regions, *policy, "view").converts_to_fp32(self);
+        attention_scores::widen(self);
+        return at::_ops::view::redispatch(keys & below(key_), self, sizes);
       }
-      if (self.dim() == 3) attention_scores::check_writes(self);  // a product
       const bool may_be_fast =
           boxed_.has_fast_kernel(*policy) && self.dim() == 4 && !self.is_contiguous();
       if (may_be_fast || boxed_.has_row(*policy)) return run_boxed(keys, self, sizes);

@@ -467,5 +467,26 @@ TEST(AutocastBan, OfAnInPlaceOperatorProposesAnEditThatIsPossible) {
   EXPECT_EQ(low.exp_().scalar_type(), kFp16);
 }
 
+TEST(PresetSemitone, ComputesInFp32WhatLibTorchsCpuCannotIn16Bits) {
+  torch::manual_seed(3);
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+    const at::Tensor square =
+        (torch::eye(4) * 2 + torch::rand({4, 4})).to(dtype);  // a positive determinant
+    const at::Tensor wide = square.to(torch::kFloat);
+    const auto results = [](const at::Tensor& x) {
+      return std::vector<at::Tensor>{torch::logdet(x),
+                                     torch::det(x),
+                                     torch::matrix_exp(x),
+                                     torch::linalg_pinv(x, 1e-6),
+                                     torch::nuclear_norm(x),
+                                     at::linalg_matrix_norm(x, 2., {-2, -1}),
+                                     at::linalg_matrix_norm(x, "nuc", {-2, -1})};
+    };
+    const auto want = results(wide);
+    const Autocast region(torch::kCPU, dtype);
+    test::expect_bitwise_equal(results(square), want);
+  }
+}
+
 }  // namespace
 }  // namespace semitone::amp::autocast_test

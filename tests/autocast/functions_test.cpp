@@ -158,6 +158,21 @@ TEST_P(Callables, HalfFunctionCastsDownInsideARegionOnly) {
   EXPECT_EQ(f(wide, low), dtypes_of(wide, low));
 }
 
+// As an operator in a row of lower.
+TEST(HalfFunction, RunsInFp32WithAParameterThatThePolicyKeeps) {
+  torch::nn::Sequential net(torch::nn::Linear(4, 3), torch::nn::Linear(3, 2));
+  const auto policy =
+      CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).keep_fp32_params("1.*").bind(*net);
+  const auto dtype_with = [&](const at::Tensor& weight) {
+    const Autocast region(policy);
+    const auto product =
+        half_function([](const at::Tensor& x, const at::Tensor& w) { return x.mm(w.t()); });
+    return product(torch::ones({2, weight.size(1)}), weight).scalar_type();
+  };
+  EXPECT_EQ(dtype_with(net->parameters()[0]), torch::kBFloat16);
+  EXPECT_EQ(dtype_with(net->parameters()[2]), torch::kFloat);
+}
+
 TEST_P(Callables, FloatFunctionCastsUpInsideARegionOnly) {
   const auto f = float_function(dtypes_of);
   EXPECT_EQ(f(low, low), dtypes_of(low, low));

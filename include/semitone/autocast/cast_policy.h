@@ -49,9 +49,10 @@ class CastPolicy {
  public:
   /// The default policy. On a GPU it is LibTorch's own list. On a CPU it has the same rows, except
   /// for five operators: layer_norm, native_layer_norm, group_norm, binary_cross_entropy and
-  /// grid_sampler. It also has the rows that only LibTorch's CPU list has. Calls that raise dtype
-  /// errors under LibTorch's CPU list do not raise under this policy. docs/cast_policies.md lists
-  /// the differences between the devices.
+  /// grid_sampler. It also has the rows that only LibTorch's CPU list has, and operators that
+  /// LibTorch's CPU cannot compute in 16 bits (det, logdet, matrix_exp …), in fp32. Mixed dtypes that
+  /// raise errors under LibTorch's CPU list (mv, dot, index_put, scatter_add, bilinear) do not raise
+  /// under this policy. docs/cast_policies.md lists the differences between the devices.
   static CastPolicy semitone(CastTarget target = {});
   /// LibTorch's own list for the device, unchanged.
   static CastPolicy torch(CastTarget target = {});
@@ -60,8 +61,9 @@ class CastPolicy {
   static CastPolicy apex(CastTarget target = {});
   /// The lists of paddle.amp 3.3, translated to the corresponding ATen operators.
   static CastPolicy paddle(CastTarget target = {}, PaddleLevel level = PaddleLevel::O1);
-  /// An empty table: no casts. A region with it still computes 16-bit matrix products by Emulation.
-  /// Models with 16-bit weights (O2, O3) run in such a region.
+  /// An empty table, for models with 16-bit weights (O2, O3). A region with it still computes 16-bit
+  /// matrix products by Emulation, casts fp32 that meets 16 bits in products, recurrent networks and
+  /// normalisation layers, and computes in fp32 what LibTorch cannot compute in 16 bits.
   static CastPolicy none(CastTarget target = {});
   /// Returns the preset with this name. Error for a name that is not in preset_names().
   static CastPolicy by_name(std::string_view name, CastTarget target = {});

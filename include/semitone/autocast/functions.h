@@ -44,6 +44,25 @@ decltype(auto) with_tensors(T&& argument, const Transform& transform) {
   }
 }
 
+/// Casts to 16 bits, or to fp32 if one of the arguments of its constructor is a parameter that the
+/// region's policy keeps in fp32.
+class CastToLower {
+ public:
+  template <typename... Arguments>
+  explicit CastToLower(const Arguments&... arguments) {
+    const auto see = [this](const at::Tensor& tensor) { return look(tensor); };
+    (static_cast<void>(with_tensors(arguments, see)), ...);
+  }
+  at::Tensor operator()(const at::Tensor& tensor) const {
+    return has_kept_ ? cast_to_fp32(tensor) : cast_to_lower(tensor);
+  }
+
+ private:
+  at::Tensor look(const at::Tensor& tensor);
+
+  bool has_kept_ = false;
+};
+
 /// Casts to the widest dtype of the arguments of its constructor. Nothing is cast to 16 bits.
 class CastToWidest {
  public:
@@ -83,14 +102,14 @@ auto casting(Function f, MakeCast make_cast) {
 }  // namespace detail
 
 /// Returns a callable that casts its tensor arguments to the region's 16-bit dtype and runs f with
-/// casts off, as if f were one operator in the policy's `lower` rows. Nested tensors are cast too
-/// (see map_tensors). 16-bit matrix products inside f are computed as the policy's Emulation says.
+/// casts off, as if f were one operator in the policy's `lower` rows: all arguments are cast to fp32
+/// if one is a parameter of keep_fp32_params(). Nested tensors are cast too (see map_tensors). 16-bit matrix products inside f are computed as the policy's Emulation says.
 /// Outside of regions f is called unchanged. f takes tensors by value or const reference; other
 /// arguments are passed through.
 template <typename Function>
 auto half_function(Function f) {
   return detail::casting<detail::EmulationOnly>(
-      std::move(f), [](const auto&...) { return detail::cast_to_lower; });
+      std::move(f), [](const auto&... arguments) { return detail::CastToLower(arguments...); });
 }
 
 /// As half_function, with a cast to fp32: for code that needs the range or the precision.

@@ -1,3 +1,4 @@
+#include "src/autocast/operator_lists.h"
 #include "src/autocast/presets/presets.h"
 
 #include <array>
@@ -5,7 +6,8 @@
 // The default. On a GPU it is LibTorch's list. On a CPU, LibTorch's list leaves softmax,
 // exponentials and sums in 16 bits, and mixed arguments of mv, dot, index_put, scatter_add and
 // bilinear fail with dtype errors. There this preset is LibTorch's list for GPUs, with the rows
-// that only LibTorch's CPU list has (operators without a 16-bit CPU kernel). Recurrent networks run
+// that only LibTorch's CPU list has (operators without a 16-bit CPU kernel), and others that LibTorch
+// cannot compute in 16 bits (kLack16Bits). Recurrent networks run
 // in 16 bits as a whole: in LibTorch's list LSTM does, GRU and the cells do not.
 namespace semitone::amp::presets {
 namespace {
@@ -108,7 +110,7 @@ constexpr std::array<Name, 54> kWithout16BitKernels{"avg_pool3d",
                                                     "triangular_solve",
                                                     "view_as_complex"};
 
-constexpr std::array<Name, 81> kFp32{"_grid_sampler_2d_cpu_fallback",
+constexpr std::array<Name, 79> kFp32{"_grid_sampler_2d_cpu_fallback",
                                      "_lu_with_info",
                                      "_upsample_bicubic2d_aa",
                                      "_upsample_bilinear2d_aa",
@@ -142,7 +144,6 @@ constexpr std::array<Name, 81> kFp32{"_grid_sampler_2d_cpu_fallback",
                                      "huber_loss",
                                      "kl_div",
                                      "l1_loss",
-                                     "linalg_matrix_norm",
                                      "linalg_vector_norm",
                                      "log",
                                      "log10",
@@ -160,7 +161,6 @@ constexpr std::array<Name, 81> kFp32{"_grid_sampler_2d_cpu_fallback",
                                      "nll_loss",
                                      "nll_loss2d",
                                      "norm",
-                                     "nuclear_norm",
                                      "orgqr",
                                      "ormqr",
                                      "poisson_nll_loss",
@@ -196,8 +196,9 @@ constexpr std::array<Name, 13> kPromote{
 
 constexpr std::array<Name, 4> kLeave{"group_norm", "layer_norm", "native_layer_norm", "rms_norm"};
 
-constexpr std::array<Rows, 5> kSemitoneCpu{{
+constexpr std::array<Rows, 6> kSemitoneCpu{{
     {CastAction::lower, kLower},
+    {CastAction::fp32, kLack16Bits},
     {CastAction::fp32, kWithout16BitKernels},
     {CastAction::fp32, kFp32},
     {CastAction::promote, kPromote},
