@@ -7,7 +7,6 @@
 
 #include <torch/torch.h>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <optional>
