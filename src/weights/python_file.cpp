@@ -154,7 +154,7 @@ std::map<std::string, StoragePlace> places_of_storages(const InputFile& file, co
 // An archive of torch.save, LibTorch or TorchScript.
 class Archive {
  public:
-  explicit Archive(const InputFile& file) : file_(file), zip_(file) {
+  explicit Archive(const InputFile& file) : zip_(file) {
     if (!zip_.has("data.pkl")) refuse_archive(file, zip_);
     if (zip_.has("byteorder") && zip_.text("byteorder", 100) != "little") {
       file.refuse("numbers in little-endian order", "another order",
@@ -179,7 +179,6 @@ class Archive {
   }
 
  private:
-  const InputFile& file_;
   ZipArchive zip_;
   std::string text_;
   std::optional<PickleReader> pickle_;
