@@ -78,9 +78,7 @@ CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType d
       compute_(op, name_, device, key) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    // linalg_matrix_norm refuses 16-bit arguments for some orders, whatever its dtype.
-    if (arguments[i].name() == "dtype" && is_aten_ && !name_.starts_with("linalg_matrix_norm"))
-      dtype_argument_ = i;
+    if (arguments[i].name() == "dtype" && is_aten_) dtype_argument_ = i;
     if (!writes_to_argument(op) && is_running_statistic(name_, arguments[i].name()))
       statistics_.push_back(i);
   }
@@ -199,7 +197,10 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
     return;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   StatisticsInFp32 statistics(arguments, statistics_);
-  if (dtype_argument_.has_value()) {
+  // For some orders linalg_matrix_norm refuses 16-bit arguments, whatever its dtype.
+  const bool casts_anyway = dtype_argument_.has_value() && arguments[*dtype_argument_].isNone() &&
+                            name_.starts_with("linalg_matrix_norm");
+  if (dtype_argument_.has_value() && !casts_anyway) {
     c10::IValue& dtype = arguments[*dtype_argument_];
     const c10::IValue& first = arguments[0];
     if (dtype.isNone() && first.isTensor() && is_eligible(first.toTensor(), device_)) {

@@ -6,6 +6,7 @@
 
 #include <ATen/Operators.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <memory>
 #include <string>
@@ -54,7 +55,13 @@ class ViewKernel final : public WatchingKernel {
     const auto [regions, policy] = in_force();
     if (policy != nullptr) {
       if (attention_scores::are_viewed(self, sizes)) {
-        Caster(*regions, *policy, "view").converts_to_fp32(self);
+        const Caster cast(*regions, *policy, "view");
+        // A trace has to have the cast, and so has a forward gradient.
+        if (torch::jit::tracer::isTracing() || self._fw_grad(/*level=*/0).defined()) {
+          const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+          return cast.to_fp32(self).view_symint(sizes);
+        }
+        cast.converts_to_fp32(self);
         attention_scores::widen(self);
         return at::_ops::view::redispatch(keys & below(key_), self, sizes);
       }

@@ -13,6 +13,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::checkpoint {
@@ -59,9 +60,7 @@ struct Checkpoint::Impl {
   std::unique_ptr<Staging> stage(std::int64_t step) const;
   // Returns the records of the files as text.
   std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;
-  void finish(Staging& staging, Manifest manifest);
-  // The metric of a checkpoint; none if there is no such checkpoint.
-  std::optional<double> metric_of(std::int64_t step) const;
+  void finish(Staging& staging, const Manifest& manifest);
   // Of some steps: those whose manifests have a metric, the best first, and those whose manifests
   // could not be read for another reason than damage.
   struct Ranking {
@@ -111,6 +110,8 @@ struct Checkpoint::Impl {
   std::shared_ptr<MixedPrecisions> mixed = std::make_shared<MixedPrecisions>();
   std::shared_ptr<Optimizers> optimizers = std::make_shared<Optimizers>();
   std::set<std::int64_t> rejected;  // by resume(): damaged
+  // On rank 0, of the last checkpoint that this object has saved since resume().
+  std::optional<std::pair<std::int64_t, std::optional<double>>> saved_metric;
 
   // The thread that writes the checkpoint of save_async() from copies, and its group. While it runs,
   // other functions wait for it before they use `rejected`.

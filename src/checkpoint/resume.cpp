@@ -169,6 +169,7 @@ void Checkpoint::Impl::read(Entry& entry, const Manifest& manifest) const {
 }
 
 void Checkpoint::Impl::load(const Manifest& manifest) {
+  saved_metric.reset();
   std::vector<Entry::Undo> undo;
   try {
     on_all_ranks(options.group(), kResume, [&] {

@@ -167,10 +167,10 @@ std::string Checkpoint::Impl::write_files(std::int64_t step, std::vector<Pending
   return to_text(records);
 }
 
-void Checkpoint::Impl::finish(Staging& staging, Manifest manifest) {
-  if (!manifest.metric.has_value()) manifest.metric = metric_of(manifest.step);
+void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   write_file(partial_path(directory, manifest.step) / kManifest, to_text(manifest), kSave);
   staging.commit();
+  saved_metric = {manifest.step, manifest.metric};
   rejected.erase(manifest.step);
   std::vector<std::int64_t> kept;
   for (const std::int64_t step : steps_in(directory)) {
@@ -182,16 +182,6 @@ void Checkpoint::Impl::finish(Staging& staging, Manifest manifest) {
   }
   for (const std::int64_t step : beyond_limits(kept)) {
     if (step != manifest.step) staging.remove(step);
-  }
-}
-
-// Of the checkpoint of the same step that is about to be replaced.
-std::optional<double> Checkpoint::Impl::metric_of(std::int64_t step) const {
-  if (rejected.contains(step)) return std::nullopt;
-  try {
-    return read_manifest(complete_path(directory, step)).metric;
-  } catch (const FileError&) {
-    return std::nullopt;  // usually there is none
   }
 }
 
@@ -250,14 +240,17 @@ void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
 }
 
 Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double> metric) const {
+  // A signal may arrive in a step that was just saved.
+  const bool saved_before = saved_metric.has_value() && saved_metric->first == step;
+  if (!metric.has_value() && saved_before) metric = saved_metric->second;
   if (metric.has_value() && !std::isfinite(*metric)) metric.reset();
   return {step, options.group().size(), settings, {}, metric};
 }
 
 void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
-  require_saving(step);
   require_same_entries();
+  require_saving(step);
   require_finite();
   require_all_shares();
   write(options.group(), new_manifest(step, metric), pending_files(), [] {});
@@ -265,8 +258,8 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
 
 void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
-  require_saving(step);
   require_same_entries();
+  require_saving(step);
   require_finite();
   require_all_shares();
   if (!background.has_value()) background = comm::group_of_cpus(options.group());

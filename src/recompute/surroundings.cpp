@@ -127,8 +127,8 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) continue;
     const bool is_watched = tensor.numel() > kSmall && !tensor.is_inference();
-    values_.push_back({tensor.variable_data(), tensor.detach().clone(),
-                       tensor.unsafeGetTensorImpl()->version_counter(),
+    values_.push_back({tensor.unsafeGetTensorImpl(), tensor.variable_data(),
+                       tensor.detach().clone(), tensor.unsafeGetTensorImpl()->version_counter(),
                        is_watched ? std::optional<SeenTensor>(tensor) : std::nullopt});
   }
 }
@@ -145,24 +145,48 @@ void BufferValues::note_end() {
   });
 }
 
-BufferValues::Scope::Scope(const BufferValues& values) {
+namespace {
+
+std::uint32_t version_in(const c10::VariableVersion& counter) {
+  return counter.enabled() ? counter.current_version() : 0;  // inference tensors have none
+}
+
+BufferValues::Scope*& innermost_scope() {
+  static thread_local BufferValues::Scope* scope = nullptr;
+  return scope;
+}
+
+}  // namespace
+
+BufferValues::Scope::Scope(const BufferValues& values) : enclosing_(innermost_scope()) {
   const at::NoGradGuard no_grad;
   for (const Value& one : values.values_) {
-    before_.push_back({one.tensor, one.tensor.clone(), one.counter, std::nullopt});
+    before_.push_back({one.identity, one.tensor, one.tensor.clone(), one.counter,
+                       version_in(one.counter), std::nullopt});
     one.tensor.copy_(one.value);
   }
+  innermost_scope() = this;
 }
 
 void BufferValues::Scope::note_end_of_run() {
+  for (Earlier& one : before_) {
+    one.version = version_in(one.counter);
+    for (Scope* outer = enclosing_; outer != nullptr; outer = outer->enclosing_)
+      outer->note_inner_run(one.identity, *one.version - one.begun);
+  }
+}
+
+void BufferValues::Scope::note_inner_run(const c10::TensorImpl* identity, std::uint32_t writes) {
   for (Earlier& one : before_)
-    if (one.counter.enabled()) one.version = one.counter.current_version();  // no inference tensor
+    if (one.identity == identity && one.version.has_value()) *one.version += writes;
 }
 
 BufferValues::Scope::~Scope() {
+  innermost_scope() = enclosing_;
   const at::NoGradGuard no_grad;
   // In reverse: of memory that is listed twice, the first entry has the value from before.
   for (auto one = before_.rbegin(); one != before_.rend(); ++one) {
-    if (!one->version.has_value() || *one->version == one->counter.current_version())
+    if (!one->version.has_value() || *one->version == version_in(one->counter))
       one->tensor.copy_(one->value);
   }
 }

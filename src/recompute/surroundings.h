@@ -121,16 +121,23 @@ class BufferValues {
 
    private:
     struct Earlier {
+      const c10::TensorImpl* identity;
       at::Tensor tensor;
       at::Tensor value;
       c10::VariableVersion counter;
+      std::uint32_t begun;                   // the version before the run
       std::optional<std::uint32_t> version;  // at the end of the run
     };
+    // A run in the backward pass of another one, which it does not write for.
+    void note_inner_run(const c10::TensorImpl* identity, std::uint32_t writes);
+
     std::vector<Earlier> before_;
+    Scope* enclosing_;  // on this thread
   };
 
  private:
   struct Value {
+    const c10::TensorImpl* identity;
     at::Tensor tensor;
     at::Tensor value;
     c10::VariableVersion counter;        // of the tensor itself

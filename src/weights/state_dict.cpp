@@ -113,11 +113,11 @@ Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor
                     "load a file of the same model");
   }
   if (value.layout() != tensor.layout() || value.is_meta()) {
-    throw FileError(source.component,
-                    c10::str("'", name, "' of layout ", tensor.layout()) + source.in,
-                    value.is_meta() ? "a tensor on the meta device, without values"
-                                    : c10::str("layout ", value.layout()),
-                    value.is_meta() ? "" : "give its to_dense()");
+    throw FileError(
+        source.component, c10::str("'", name, "' of layout ", tensor.layout()) + source.in,
+        value.is_meta() ? "a tensor on the meta device, without values"
+                        : c10::str("layout ", value.layout()),
+        value.is_meta() || tensor.layout() != at::kStrided ? "" : "give its to_dense()");
   }
   const bool is_expanded = at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
   if (is_expanded || tensor.is_meta()) {

@@ -484,7 +484,12 @@ TEST(PresetSemitone, ComputesInFp32WhatLibTorchsCpuCannotIn16Bits) {
     };
     const auto want = results(wide);
     const Autocast region(torch::kCPU, dtype);
-    test::expect_bitwise_equal(results(square), want);
+    const auto got = results(square);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      EXPECT_EQ(got[i].scalar_type(), torch::kFloat) << i;
+      // Factorisations may differ with the alignment of their memory.
+      EXPECT_TRUE(torch::allclose(got[i], want[i], 1e-4, 1e-4)) << i << got[i] << want[i];
+    }
   }
 }
 

@@ -202,6 +202,13 @@ TEST_F(CheckpointDirectory, HasTheMetricOfAStepThatIsSavedAgainWithoutOne) {
   EXPECT_EQ(checkpoint.best_step(), 1);
   checkpoint.save_async(3, 0.4);
   EXPECT_EQ(checkpoint.best_step(), 3);
+  checkpoint.save(3, std::nan(""));
+  EXPECT_EQ(checkpoint.best_step(), 1);
+  // Another run's step.
+  checkpoint.save_async(4, 0.2);
+  EXPECT_EQ(checkpoint.resume(), 4);
+  checkpoint.save(4);
+  EXPECT_EQ(checkpoint.best_step(), std::nullopt);
 }
 
 // As a run's link to a disk that is not mounted.

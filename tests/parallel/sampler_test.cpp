@@ -438,7 +438,7 @@ TEST(DistributedSampler, GoesOnWhereItWasSaved) {
   sampler.set_epoch(4);
   sampler.reset();
   sampler.next(13);
-  DistributedSampler loaded(50, 3, 2, DistributedSamplerOptions().seed(7));
+  DistributedSampler loaded(101, 3, 2, DistributedSamplerOptions().seed(7));
   copy_state(sampler, loaded);
   EXPECT_EQ(loaded.epoch(), 4U);
   EXPECT_EQ(loaded.index(), 13U);
@@ -497,11 +497,11 @@ TEST(DistributedSampler, SavesTheRestOfAReshardedPass) {
   for (DistributedSampler& sampler : saved) sampler.reset();
   together(saved, 7);
   auto states = states_of(saved);
-  DistributedSampler resharded(10, 2, 1);
+  DistributedSampler resharded(100, 2, 1);
   resharded.load_resharded(states);
   EXPECT_EQ(resharded.epoch(), 5U);
   resharded.next(9);
-  DistributedSampler loaded(10, 2, 1);
+  DistributedSampler loaded(100, 2, 1);
   copy_state(resharded, loaded);
   EXPECT_EQ(loaded.index(), 9U);
   const Indices rest = rest_of(loaded);
@@ -635,7 +635,7 @@ TEST(EvaluationSampler, FeedsADataLoader) {
 TEST(EvaluationSampler, GoesOnWhereItWasSaved) {
   EvaluationSampler sampler(100, 3, 1);
   sampler.next(20);
-  EvaluationSampler loaded(10, 3, 1);
+  EvaluationSampler loaded(100, 3, 1);
   copy_state(sampler, loaded);
   EXPECT_EQ(rest_of(loaded), rest_of(sampler));
   EvaluationSampler small(100, 10, 1);

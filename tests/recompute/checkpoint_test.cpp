@@ -731,6 +731,35 @@ TEST(Checkpoint, TheGradientOfTheSecondRunReadsItsBuffersToo) {
   test::expect_bitwise_equal(counted->scale, torch::full({1}, 3.0F));
 }
 
+struct OuterOfScaleImpl : torch::nn::Module {
+  OuterOfScaleImpl() { register_module("inner", inner); }
+  at::Tensor forward(const at::Tensor& x) { return checkpoint(inner, x * 3) * inner->scale; }
+  ScaleByBuffer inner{true};
+};
+TORCH_MODULE(OuterOfScale);
+
+// The inner run's writes are not those of a hook.
+TEST(Checkpoint, BuffersOfNestedCallsAreAsAfterTheForwardPass) {
+  const auto results = [](bool checkpointed) {
+    OuterOfScale outer;
+    const at::Tensor x = torch::ones({3}).requires_grad_();
+    std::vector<at::Tensor> gradients;
+    at::Tensor loss = torch::zeros({});
+    for (int i = 1; i < 3; ++i) {
+      const at::Tensor y = checkpointed ? checkpoint(outer, x) : outer->forward(x);
+      if (checkpointed) {
+        loss = loss + i * y.sum();
+      } else {  // the next call writes to what this one has saved
+        gradients.push_back(i * torch::autograd::grad({y.sum()}, {x})[0]);
+      }
+    }
+    if (checkpointed) gradients = torch::autograd::grad({loss}, {x});
+    const at::Tensor sum = torch::stack(gradients).sum(0);
+    return std::vector<at::Tensor>{sum, outer->inner->scale.clone()};
+  };
+  test::expect_bitwise_equal(results(true), results(false));
+}
+
 TEST(Checkpoint, WhatAHookWritesToABufferStays) {
   ScaleByBuffer module;
   const auto run = [&](const at::Tensor& x) {
