@@ -218,7 +218,7 @@ TEST(CheckpointOfAScript, MayHaveOtherTensorsThatCannotBeRead) {
   net.register_module("packed", packed);
   net.register_attribute("quantised", at::TensorType::get(),
                          torch::quantize_per_tensor(torch::ones(3), 0.1, 0, torch::kQInt8));
-  net.register_buffer("mask", torch::ones({1}).expand({(1 << 24) + 1}));
+  net.register_buffer("mask", torch::ones({1}, torch::kByte).expand({(1 << 24) + 1}));
   net.register_parameter("weight", torch::full({3}, 2.0), /*is_buffer=*/false);
   Checkpoint checkpoint(folder / "run");
   checkpoint.add("net", net);

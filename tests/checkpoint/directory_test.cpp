@@ -203,7 +203,7 @@ TEST_F(CheckpointDirectory, HasTheMetricOfAStepThatIsSavedAgainWithoutOne) {
   checkpoint.save_async(3, 0.4);
   EXPECT_EQ(checkpoint.best_step(), 3);
   checkpoint.save(3, std::nan(""));
-  EXPECT_EQ(checkpoint.best_step(), 1);
+  EXPECT_EQ(checkpoint.best_step(), std::nullopt);
   // Another run's step.
   checkpoint.save_async(4, 0.2);
   EXPECT_EQ(checkpoint.resume(), 4);

@@ -226,8 +226,11 @@ TEST_F(ImageFolderTest, NoMoreIsReadThanAllowed) {
 
 // Before the first image is scaled to that size.
 TEST_F(ImageFolderTest, NoImageIsScaledBeyondTheLimit) {
-  for (const char* const name : {"train/a/0.ppm", "train/b/0.ppm", "test/a/0.ppm", "test/b/0.ppm"})
+  for (const char* const name :
+       {"train/a/0.ppm", "train/b/0.ppm", "test/a/0.ppm", "test/b/0.ppm"}) {
+    fs::create_directories((folder_ / name).parent_path());
     write_text(folder_ / name, "damaged");
+  }
   for (const std::int64_t size : {std::int64_t{30'000}, std::numeric_limits<std::int64_t>::max()}) {
     EXPECT_THAT(message(Split::train, ImageFolderOptions().size(size).max_bytes(1000)),
                 HasSubstr("at most 1000 bytes"));
