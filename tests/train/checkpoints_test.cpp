@@ -220,7 +220,8 @@ TEST_F(SavingTest, ADirectoryIsNotSharedWithATrainingOfAnotherUser) {
   fs::permissions(folder_.path(), fs::perms::all);
   const RunLock first(run_);
   fs::permissions(run_, fs::perms::all);
-  fs::permissions(run_ / "training.lock", fs::perms::owner_read | fs::perms::others_read);
+  fs::permissions(run_ / "training.lock",
+                  fs::perms::owner_read | fs::perms::group_read | fs::perms::others_read);
   const test::AnotherUser user;
   EXPECT_THAT(test::message_of<FileError>([&] { const RunLock second(run_); }),
               HasSubstr("which still runs"));
