@@ -73,6 +73,7 @@ void Checkpoint::Impl::require_finite() const {
 // No rank could resume from a file that another one lacks.
 void Checkpoint::Impl::require_same_entries() const {
   std::vector<std::string> names;
+  names.reserve(entries.size());
   for (const auto& entry : entries) names.push_back(entry->name());
   std::ranges::sort(names);
   const auto all = options.group().all_gather(fmt::format("'{}'", fmt::join(names, "', '")));
