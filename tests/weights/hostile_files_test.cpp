@@ -155,7 +155,7 @@ TEST(HostileFile, RepeatedElementsAreLimited) {
   expect_error([] { read_bytes(python_file("expanded.pt")); }, {"2^24 elements", "clone()"});
 }
 
-// Of losses, beside a state dict. More of them than containers may be visited.
+// Of losses, next to a state dict. There are more of them than containers that may be visited.
 TEST(HostileFile, LongListsOfNumbersAreNoObstacle) {
   std::string pickle = "\x80\x02}(U\x06losses](";
   for (int i = 0; i < 1'200'000; ++i) pickle += "K\x01";

@@ -103,9 +103,9 @@ auto casting(Function f, MakeCast make_cast) {
 
 /// Returns a callable that casts its tensor arguments to the region's 16-bit dtype and runs f with
 /// casts off, as if f were one operator in the policy's `lower` rows: all arguments are cast to fp32
-/// if one is a parameter of keep_fp32_params(). Nested tensors are cast too (see map_tensors). 16-bit matrix products inside f are computed as the policy's Emulation says.
-/// Outside of regions f is called unchanged. f takes tensors by value or const reference; other
-/// arguments are passed through.
+/// if one is a parameter of keep_fp32_params(). Nested tensors are cast too (see map_tensors). 16-bit
+/// matrix products inside f are computed as the policy's Emulation says. Outside of regions f is
+/// called unchanged. f takes tensors by value or const reference; other arguments are passed through.
 template <typename Function>
 auto half_function(Function f) {
   return detail::casting<detail::EmulationOnly>(

@@ -199,8 +199,8 @@ class Checkpoint {
   /// step is negative. Error if the name of a model's tensor is not UTF-8. Error if the directory has
   /// a checkpoint of a later step that resume() has not rejected: a run that should have been resumed
   /// would otherwise continue from the wrong checkpoint later. A checkpoint of the same step is
-  /// replaced; if this call has no metric, it keeps that which the last call gave this step. Error if
-  /// ranks have added objects of different names.
+  /// replaced; without a metric, this call keeps the one that the last call gave for this step. Error
+  /// if ranks have added objects of different names.
   ///
   /// DivergedError if a parameter that requires a gradient is inf or NaN in a model: the
   /// checkpoint would be worthless, and take the place of a good one. Nothing has changed then, so

@@ -70,7 +70,7 @@ class SaveOptions {
 
 /// Writes tensors to a file that Python reads: `safetensors.torch.load_file(path)`, or
 /// `torch.load(path)`, whose default `weights_only=True` accepts it. The file is complete or not
-/// there; an existing one is replaced. Needs the memory of one tensor beside the tensors. With
+/// there; an existing one is replaced. Needs the memory of one more tensor. With
 /// options.dtype() it needs that of the cast tensors too, and up to 24 bytes for each element of the
 /// largest tensor, on its device, to look for values that the cast would lose.
 ///
