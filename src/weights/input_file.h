@@ -9,6 +9,8 @@
 
 namespace semitone::weights {
 
+inline constexpr auto kCopyAgain = "is the file complete? copy or save it again";
+
 // A regular file that is read in pieces. FileError if it cannot be opened or is no regular file.
 class InputFile {
  public:
@@ -26,9 +28,8 @@ class InputFile {
   std::string quoted() const;
   std::string in() const;
   // Throws FileError: "expected … in 'PATH', got …". The default remedy is for damaged files.
-  [[noreturn]] void refuse(
-      const std::string& expected, const std::string& got,
-      std::string_view remedy = "is the file complete? copy or save it again") const;
+  [[noreturn]] void refuse(const std::string& expected, const std::string& got,
+                           std::string_view remedy = kCopyAgain) const;
 
  private:
   std::filesystem::path path_;

@@ -160,11 +160,7 @@ class Archive {
       file.refuse("numbers in little-endian order", "another order",
                   "save the file again on a little-endian machine");
     }
-    if (zip_.size_of("data.pkl") > kMaxPickle) {
-      file.refuse("at most " + std::to_string(kMaxPickle) + " bytes of 'data.pkl'",
-                  std::to_string(zip_.size_of("data.pkl")), kSaveAlone);
-    }
-    text_ = zip_.text("data.pkl", kMaxPickle);
+    text_ = zip_.text("data.pkl", kMaxPickle, kSaveAlone);
     pickle_.emplace(text_, file.quoted());
   }
 

@@ -229,11 +229,12 @@ void ZipArchive::read(const std::string& name, void* buffer) const {
   file_.read(record.begin, buffer, record.size);
 }
 
-std::string ZipArchive::text(const std::string& name, std::uint64_t limit) const {
+std::string ZipArchive::text(const std::string& name, std::uint64_t limit,
+                             std::string_view remedy) const {
   const Record& record = find(name);
   if (record.size > limit) {
     file_.refuse("at most " + std::to_string(limit) + " bytes of '" + name + "'",
-                 std::to_string(record.size));
+                 std::to_string(record.size), remedy);
   }
   return file_.read(record.begin, record.size);
 }

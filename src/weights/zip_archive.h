@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 
 namespace semitone::weights {
 
@@ -30,8 +31,9 @@ class ZipArchive {
   std::uint64_t size_of(const std::string& name) const;
   // Fills a buffer of that size.
   void read(const std::string& name, void* buffer) const;
-  // The whole record. FileError if it is larger than the limit.
-  std::string text(const std::string& name, std::uint64_t limit) const;
+  // The whole record. FileError with this remedy if it is larger than the limit.
+  std::string text(const std::string& name, std::uint64_t limit,
+                   std::string_view remedy = kCopyAgain) const;
 
   struct Record {
     std::uint64_t begin;  // in the file
