@@ -22,7 +22,10 @@
 namespace semitone::checkpoint {
 namespace {
 
-using Json = nlohmann::ordered_json;
+// For reading. An ordered object compares a key that is added with all before it: one with
+// millions of keys would take hours.
+using Json = nlohmann::json;
+using OrderedJson = nlohmann::ordered_json;
 
 constexpr auto kFormat = "semitone.checkpoint";
 constexpr std::int64_t kVersion = 1;
@@ -34,16 +37,18 @@ constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
 // A manifest has objects and lists six deep. Copying and writing a value takes a part of the
 // program's stack for each level.
 constexpr int kMaxNesting = 20;
+// In a manifest of 64 MiB a value has a line. One takes up to some 150 bytes of memory.
+constexpr std::int64_t kMaxValues = 8'000'000;
 
-Json to_json(const FileRecord& record) {
-  Json json{{"name", record.name}, {"kind", record.kind}};
+OrderedJson to_json(const FileRecord& record) {
+  OrderedJson json{{"name", record.name}, {"kind", record.kind}};
   if (record.rank.has_value()) json["rank"] = *record.rank;
   json["file"] = file_name(record.name, record.rank);
   json["bytes"] = record.bytes;
   json["crc32"] = record.crc32;
   if (!record.level.empty()) json["level"] = record.level;
   if (record.tensors.empty()) return json;
-  Json& tensors = json["tensors"] = Json::array();
+  OrderedJson& tensors = json["tensors"] = OrderedJson::array();
   for (const TensorRecord& tensor : record.tensors)
     tensors.push_back({{"name", tensor.name}, {"shape", tensor.shape}, {"dtype", tensor.dtype}});
   return json;
@@ -84,8 +89,8 @@ FileRecord record_from(const Json& json) {
   return record;
 }
 
-Json to_json(const std::vector<FileRecord>& records) {
-  Json files = Json::array();
+OrderedJson to_json(const std::vector<FileRecord>& records) {
+  OrderedJson files = OrderedJson::array();
   for (const FileRecord& record : records) files.push_back(to_json(record));
   return files;
 }
@@ -97,10 +102,17 @@ std::vector<FileRecord> records_from(const Json& files) {
 }
 
 // The last value is the checksum of the text without it.
-std::string with_checksum(Json json) {
+std::string with_checksum(OrderedJson json) {
   const std::string checksum = checksum_of(json.dump(1));
   json[kChecksum] = checksum;
   return json.dump(1) + "\n";
+}
+
+bool has_its_checksum(std::string_view text, const std::string& checksum) {
+  const std::string end = fmt::format(",\n \"{}\": \"{}\"\n}}\n", kChecksum, checksum);
+  if (!text.ends_with(end)) return false;
+  text.remove_suffix(end.size());
+  return checksum_of(std::string(text) + "\n}") == checksum;
 }
 
 [[noreturn]] void refuse_manifest(const std::filesystem::path& path, std::string_view expected,
@@ -130,13 +142,17 @@ std::string read_text(const std::filesystem::path& path) {
 }
 
 Json parse_json(const std::string& text) {
-  return Json::parse(text, [](int depth, Json::parse_event_t /*event*/, const Json& /*value*/) {
+  std::int64_t values = 0;
+  const auto check = [&](int depth, Json::parse_event_t event, const Json& /*value*/) {
     if (depth > kMaxNesting) {
       throw DamageError(kManifestComponent, fmt::format("values at most {} deep", kMaxNesting),
                         "deeper ones");
     }
+    if (event != Json::parse_event_t::key && ++values > kMaxValues)
+      throw DamageError(kManifestComponent, fmt::format("at most {} values", kMaxValues), "more");
     return true;
-  });
+  };
+  return Json::parse(text, check);
 }
 
 std::optional<double> metric_in(const Json& json) {
@@ -148,11 +164,10 @@ std::optional<double> metric_in(const Json& json) {
 }
 
 Manifest parse(const std::filesystem::path& path, const std::string& text) {
-  Json json = parse_json(text);
+  const Json json = parse_json(text);
   if (json.value("format", "") != kFormat)
     refuse_manifest(path, "a manifest of Semitone", "another file");
-  json.erase(kChecksum);
-  if (with_checksum(json) != text)
+  if (!has_its_checksum(text, json.value(kChecksum, "")))
     refuse_manifest(path, "the text that was written", "text that does not match its checksum");
   if (const auto version = integer_in(json, "version", 0, kMax); version != kVersion) {
     throw FileError(kManifestComponent, fmt::format("version {} in '{}'", kVersion, path.string()),
@@ -173,13 +188,13 @@ const FileRecord* Manifest::find(const std::string& name, const std::optional<in
 }
 
 std::string to_text(const Manifest& manifest) {
-  Json json{{"format", kFormat},
-            {"version", kVersion},
-            {"step", manifest.step},
-            {"world_size", manifest.world_size},
-            {"semitone", semitone::version()},
-            {"libtorch", libtorch_version()},
-            {"settings", manifest.settings}};
+  OrderedJson json{{"format", kFormat},
+                   {"version", kVersion},
+                   {"step", manifest.step},
+                   {"world_size", manifest.world_size},
+                   {"semitone", semitone::version()},
+                   {"libtorch", libtorch_version()},
+                   {"settings", manifest.settings}};
   if (manifest.metric.has_value()) json["metric"] = *manifest.metric;
   json["files"] = to_json(manifest.files);
   std::string text = with_checksum(std::move(json));

@@ -101,8 +101,8 @@ std::string job_of_last_start(const std::filesystem::path& directory) {
   const int starts = starts_in(directory);
   if (starts == 0) return {};
   std::ifstream file(run_json_path(directory, starts));
-  const Json json = Json::parse(file, nullptr, /*allow_exceptions=*/false);
-  const Json::json_pointer job("/environment/job");
+  const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json::json_pointer job("/environment/job");
   return json.contains(job) && json[job].is_string() ? json[job].get<std::string>() : "";
 }
 

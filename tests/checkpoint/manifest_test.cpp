@@ -92,6 +92,41 @@ TEST(Manifest, DeepValuesAreRefused) {
   expect_error([] { records_from("[{}]"); }, {"[checkpoint.manifest]", "a list of files"});
 }
 
+// In an object that keeps the order of its keys, each of these would be compared with all before it:
+// minutes, for what anybody who can write a checkpoint can write.
+TEST(Manifest, ManyKeysAreReadInTimeOfTheirNumber) {
+  Json json = manifest();
+  json["many"] = 0;
+  std::string text = signed_text(json);
+  std::string many = "{";
+  for (int i = 0; i < 500'000; ++i)
+    many.append(i == 0 ? "\"" : ",\"").append(std::to_string(i)).append("\":0");
+  const std::string place = "\"many\": 0";
+  text.replace(text.find(place), place.size(), "\"many\": " + many + "}");
+  expect_error([&] { parse_manifest("manifest.json", text); },
+               {"text that does not match its checksum"});
+}
+
+TEST(Manifest, MoreValuesThanLinesOfTheLargestManifestAreRefused) {
+  std::string text = "[0";
+  for (int i = 0; i < 8'000'000; ++i) text.append(",0");
+  expect_error([&] { records_from(text + "]"); }, {"at most 8000000 values"});
+}
+
+// The checksum is of all that precedes it, and nothing may follow it.
+TEST(Manifest, OtherTextThanWhatWasWrittenIsRefused) {
+  const std::string text = signed_text(manifest());
+  parse_manifest("manifest.json", text);
+  std::string larger = text;
+  larger.replace(larger.find("\"step\": 3"), 9, "\"step\": 4");
+  std::string longer = text;
+  longer.insert(longer.rfind('}'), " ");
+  for (const std::string& other : {larger, longer, text + " "}) {
+    expect_error([&] { parse_manifest("manifest.json", other); },
+                 {"text that does not match its checksum"});
+  }
+}
+
 }  // namespace
 }  // namespace manifests
 }  // namespace semitone::checkpoint::test
