@@ -243,7 +243,14 @@ void Staging::commit() {
   // removes the old one.
   const bool replaces = fs::exists(fs::symlink_status(complete));
   created_ = rename(partial, complete, replaces);
-  flush_directory(directory_);
+  try {
+    flush_directory(directory_);
+  } catch (const FileError&) {
+    // The old one keeps its name: the new one may not last.
+    if (created_)
+      ::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, complete.c_str(), RENAME_EXCHANGE);
+    throw;
+  }
   std::error_code ignored;
   if (replaces) fs::remove_all(fs::path(complete).concat(kOld), ignored);
 }
