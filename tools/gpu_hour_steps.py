@@ -266,7 +266,7 @@ def nccl(run):
 
 STEPS = [Step("build", "compiles the program, the kernels' tests, the benchmarks, an example", False, build),
          Step("facts", "device, driver, versions, bandwidth of a copy, speed of products", False, facts),
-         Step("kernels", "every CUDA kernel against the CPU's, each case in its own process", True, kernels),
+         Step("kernels", "every CUDA kernel against the CPU's, and resumed trainings, each case in its own process", True, kernels),
          Step("mnist", "MNIST at O0 to O3, in fp16 and bf16", False, mnist),
          Step("bandwidth", "every kernel in GB/s, beside a copy and LibTorch's operator", False, bandwidth),
          *(Step(f"resnet50_b{batch}", f"ResNet-50, {batch} images: all levels and PyTorch, interleaved", False, resnet50(batch))

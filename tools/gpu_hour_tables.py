@@ -67,7 +67,7 @@ def tests(records):
     rows = []
     cases = (records.get("kernels") or {}).get("parts", {}).get("cases", {}).get("result")
     if cases:
-        rows.append(("CUDA kernels against the CPU's", cases["cases"], ", ".join(cases["failed"]) or "none"))
+        rows.append(("CUDA kernels against the CPU's, and resumed trainings", cases["cases"], ", ".join(cases["failed"]) or "none"))
     for tool, entry in (records.get("sanitizer") or {}).get("parts", {}).items():
         rows.append((f"compute-sanitizer, {tool}", "all kernels", "none" if entry["state"] == "done" else entry["reason"]))
     for label, entry in (records.get("suite") or {}).get("parts", {}).items():
