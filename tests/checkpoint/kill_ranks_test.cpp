@@ -1,5 +1,5 @@
-// A data-parallel training whose ranks are killed with SIGKILL, or frozen with SIGSTOP, at random
-// moments, and which the launcher restarts.
+// A data-parallel training whose ranks are killed with SIGKILL, or frozen with SIGSTOP, half of the
+// times at random moments and half while it saves, and which the launcher restarts.
 //
 // SEMITONE_TEST_KILLS sets the number of kills for each setting. Default: 2.
 
@@ -7,20 +7,24 @@
 #include "semitone/comm/init.h"
 #include "semitone/launch/launcher.h"
 #include "tests/checkpoint/data_parallel_training.h"
+#include "tests/support/killed_trainings.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +33,9 @@ namespace semitone::checkpoint::test {
 namespace {
 
 namespace fs = std::filesystem;
+using semitone::test::last_number;
+using semitone::test::partial_directories;
+using semitone::test::read_text;
 using semitone::test::same_bits;
 using semitone::test::TemporaryFolder;
 
@@ -38,6 +45,7 @@ constexpr auto kRun = "SEMITONE_TEST_RUN";
 constexpr auto kEnd = "SEMITONE_TEST_END";
 // In that folder: processes that outlived their attempt.
 constexpr auto kLeft = "left";
+constexpr auto kCheckpoints = "run";
 
 struct KillSetting {
   const char* name;
@@ -91,26 +99,29 @@ void check_in(const fs::path& folder, int attempt) {
 void expect_no_process_left(const fs::path& folder, int attempts) {
   for (int attempt = 0; attempt < attempts; ++attempt)
     EXPECT_EQ(semitone::test::ids_in(processes_of(folder, attempt)).size(), 2U) << attempt;
-  EXPECT_FALSE(fs::exists(folder / kLeft)) << semitone::test::read_text(folder / kLeft);
+  EXPECT_FALSE(fs::exists(folder / kLeft)) << read_text(folder / kLeft);
   EXPECT_TRUE(semitone::test::no_process_is_left());
 }
 
-// Kills or freezes this rank after a random time if it is its turn: rank 0, rank 1, or both. If both
-// froze, no rank would notice.
-void signal_soon(int signal, int attempt, int rank) {
-  const int victim = attempt % (signal == SIGSTOP ? 2 : 3);
+// Kills or freezes this rank after a random time if it is its turn: rank 0, rank 1, or both. If
+// both froze, no rank would notice. In half of the turns it waits for a save, and interrupts it.
+void signal_soon(const fs::path& checkpoints, int signal, int turn, int rank) {
+  const int victim = turn % (signal == SIGSTOP ? 2 : 3);
   if (victim != 2 && victim != rank) return;
+  const bool in_a_save = turn % 6 < 3;  // so that each victim, and each way to save, has both
   const auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(attempt * 2 + rank));
+      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(turn * 2 + rank));
   const auto delay = torch::randint(250'000, {1}, generator, torch::kLong).item<std::int64_t>();
-  std::thread([signal, delay] {
+  std::thread([checkpoints, signal, delay, in_a_save] {
     std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    while (in_a_save && partial_directories(checkpoints) == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     ::kill(::getpid(), signal);
   }).detach();
 }
 
 // Trains and saves until it is killed, or in the last attempt for a few steps more. Alternates
-// between the two ways to save.
+// between the two ways to save. Says what it finds, and which steps it has saved.
 void train(const fs::path& folder) {
   torch::set_num_threads(1);
   const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
@@ -121,18 +132,24 @@ void train(const fs::path& folder) {
   const auto group = comm::init("env://", options);
   const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
   DataParallelTraining run(group, 1, setting.training);
-  auto checkpoint = run.checkpoint(folder / "run");
+  const fs::path checkpoints = folder / kCheckpoints;
+  if (group.rank() == 0) std::cout << "partial " << partial_directories(checkpoints) << std::endl;
+  auto checkpoint = run.checkpoint(checkpoints);
   run.step = checkpoint.resume().value_or(0);
+  std::cout << "resumed " << run.step << std::endl;
   const std::string end = variable(kEnd);
   const std::int64_t last = end.empty() ? run.step + 3 : std::stoll(end);
   // Rank 0, rank 1 and both in turn.
-  if (!is_last) signal_soon(setting.signal, attempt + std::stoi(variable(kRun)), group.rank());
+  const int turn = attempt + std::stoi(variable(kRun));
+  if (!is_last) signal_soon(checkpoints, setting.signal, turn, group.rank());
   while (!is_last || run.step < last) {
     run.train_to(run.step + 1);
     if (attempt % 2 == 0) {
       checkpoint.save(run.step);
+      std::cout << "saved " << run.step << std::endl;
     } else {
-      checkpoint.save_async(run.step);
+      checkpoint.save_async(run.step);  // and has written the one before, if there was one
+      std::cout << "saved " << run.step - 1 << std::endl;
     }
   }
   checkpoint.wait();
@@ -141,8 +158,34 @@ void train(const fs::path& folder) {
   torch::save(result, result_of(folder, group.rank()).string());
 }
 
-// Returns what the ranks saved at their end.
-std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
+// No attempt resumed from an earlier step than one that was saved before, nor found damage. (A
+// training that has lost a checkpoint repeats its steps, and ends with the same bits.) Returns how
+// many saves were interrupted.
+std::int64_t expect_no_save_lost(const fs::path& logs, int attempts) {
+  std::int64_t saved = 0;
+  std::int64_t interrupted = 0;
+  for (int attempt = 0; attempt < attempts; ++attempt) {
+    SCOPED_TRACE("attempt " + std::to_string(attempt));
+    std::int64_t resumed = -1;  // one of the ranks may be killed before it says so
+    std::int64_t last = -1;
+    for (const char* const rank : {"0", "1"}) {
+      const fs::path log = logs / ("attempt_" + std::to_string(attempt)) / rank;
+      const std::string output = read_text(log / "stdout.log");
+      resumed = std::max(resumed, last_number(output, "resumed"));
+      // No rank returns from a save before the checkpoint is complete.
+      last = std::max(last, last_number(output, "saved"));
+      interrupted += std::max<std::int64_t>(last_number(output, "partial"), 0);
+      EXPECT_THAT(read_text(log / "stderr.log"), testing::Not(testing::HasSubstr("damaged")));
+    }
+    EXPECT_GE(resumed, saved);
+    saved = std::max(resumed, last);
+  }
+  return interrupted;
+}
+
+// Returns what the ranks saved at their end. Counts the saves that were interrupted.
+std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills,
+                                            std::int64_t& interrupted) {
   ::setenv(kFolderVariable, folder.c_str(), 1);
   fs::create_directory(folder);
   const auto options = launch::LaunchOptions("/proc/self/exe")
@@ -157,6 +200,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
   expect_no_process_left(folder, kills + 1);
   EXPECT_EQ(result.outcome, launch::LaunchOutcome::succeeded) << result.reason;
   EXPECT_EQ(result.restarts, kills);
+  interrupted += expect_no_save_lost(folder / "logs" / result.run_id, kills + 1);
   std::vector<std::vector<at::Tensor>> states(2);
   for (int rank = 0; rank < 2 && result.exit_code() == 0; ++rank)
     torch::load(states[static_cast<std::size_t>(rank)], result_of(folder, rank).string());
@@ -168,19 +212,23 @@ TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
   const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "2"));
   semitone::test::adopt_orphans();
   const TemporaryFolder folder;
+  std::int64_t interrupted = 0;
   for (std::size_t run = 0; run < settings().size(); ++run) {
     const std::string name = settings()[run].name;
     SCOPED_TRACE(name);
     ::setenv(kRun, std::to_string(run).c_str(), 1);
-    const auto killed = launch(folder / (name + "-killed"), kills);
+    const auto killed = launch(folder / (name + "-killed"), kills, interrupted);
     ASSERT_FALSE(killed.front().empty());
     const auto steps = killed.front().back().item<std::int64_t>();
     ::setenv(kEnd, std::to_string(steps).c_str(), 1);
-    const auto undisturbed = launch(folder / (name + "-undisturbed"), 0);
+    const auto undisturbed = launch(folder / (name + "-undisturbed"), 0, interrupted);
     ::unsetenv(kEnd);
     for (std::size_t rank = 0; rank < killed.size(); ++rank)
       EXPECT_TRUE(same_bits(killed[rank], undisturbed[rank]));
   }
+  RecordProperty("interrupted_writes", std::to_string(interrupted));
+  // So that the test tests something. Of all settings: each has two kills only.
+  EXPECT_GT(interrupted, 0);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "semitone/checkpoint.h"
 #include "src/launch/process.h"
 #include "tests/checkpoint/training.h"
+#include "tests/support/killed_trainings.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
@@ -17,7 +18,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
-#include <sstream>
 #include <string>
 #include <thread>
 
@@ -25,6 +25,8 @@ namespace semitone::checkpoint::test {
 namespace {
 
 namespace fs = std::filesystem;
+using semitone::test::last_number;
+using semitone::test::partial_directories;
 using semitone::test::TemporaryFolder;
 
 // Set for the processes that are killed.
@@ -65,16 +67,6 @@ Setting setting_of(int kill) {
   }
 }
 
-// The last number after a word in the output of a process; -1 if there is none.
-std::int64_t last_number(const std::string& output, const std::string& word) {
-  std::int64_t last = -1;
-  std::istringstream words(output);
-  for (std::string text; words >> text;) {
-    if (text == word) words >> last;
-  }
-  return last;
-}
-
 launch::ProcessOptions child_in(const fs::path& folder) {
   launch::ProcessOptions child("/proc/self/exe");
   child.arguments({"--gtest_filter=KilledTraining.*", "--gtest_brief=1"})
@@ -84,12 +76,6 @@ launch::ProcessOptions child_in(const fs::path& folder) {
       .err(launch::Output::capture)
       .death_signal(SIGKILL);
   return child;
-}
-
-std::int64_t partial_directories(const fs::path& folder) {
-  if (!fs::exists(folder)) return 0;
-  return std::count_if(fs::directory_iterator(folder), fs::directory_iterator(),
-                       [](const auto& entry) { return entry.path().extension() == ".partial"; });
 }
 
 // Starts the training, and kills it after the delay. Returns its output.
