@@ -119,13 +119,17 @@ TEST_P(ResumedTraining, RestoresWhatWasTrainedBeyondTheCheckpoint) {
 INSTANTIATE_TEST_SUITE_P(Checkpoint, ResumedTraining, testing::ValuesIn(all_settings()));
 
 TEST(Checkpoint, OfOneLevelHasTheExactWeightsForAnyOther) {
+  int number = 0;
   for (const char* const from : semitone::test::kLevels) {
     for (const char* const to : semitone::test::kLevels) {
       for (const char* const optimizer : kOptimizers) {
         if (std::string(from) == to) continue;
         SCOPED_TRACE(std::string(from) + " to " + to + ", " + optimizer);
         const TemporaryFolder folder;
-        const auto dtype = torch::kBFloat16;
+        // Not AdamW, whose eps is 0 in fp16 at O3, nor split masters, which are for bf16 only.
+        const bool can_be_half =
+            std::string(optimizer) == "SGD" || std::string(optimizer) == "FusedAdam";
+        const auto dtype = can_be_half && number++ % 3 == 0 ? torch::kHalf : torch::kBFloat16;
         Training saved({.level = from, .dtype = dtype, .optimizer = optimizer});
         saved.train_to(3);
         saved.checkpoint(folder / "run").save(3);

@@ -1,5 +1,6 @@
 // Checkpoints of optimizers of which each rank has, and saves, a share.
 
+#include "semitone/amp/initialize.h"
 #include "semitone/checkpoint.h"
 #include "semitone/comm/init.h"
 #include "semitone/optim/fused_adam.h"
@@ -179,6 +180,93 @@ TEST(CheckpointOfShards, ContinuesWithFewerAndMoreRanks) {
       if (rank.number() < 2) save(Training(make, &pair), of_two, pair);
       group.barrier();
       EXPECT_TRUE(same_bits(continued({make, &group}, of_two, group), undisturbed(make))) << name;
+    }
+  });
+}
+
+// With 16-bit weights, masters and loss scales. The same data on all ranks, so that any number of
+// them trains alike.
+struct MixedTraining {
+  MixedTraining(const amp::Options& options, bool split_master, const comm::Group& group)
+      : optimizer(optimizer_of(split_master, group)),
+        mixed(amp::initialize(*model, *optimizer, options)) {}
+
+  static torch::nn::Sequential made() {
+    torch::manual_seed(1);
+    return torch::nn::Sequential(torch::nn::Linear(6, 5), torch::nn::ReLU(),
+                                 torch::nn::Linear(5, 3), torch::nn::Linear(3, 1));
+  }
+  std::unique_ptr<torch::optim::Optimizer> optimizer_of(bool split_master,
+                                                        const comm::Group& group) const {
+    const Factory make = [split_master](Groups groups) {
+      return std::make_unique<optim::FusedAdam>(
+          std::move(groups), optim::FusedAdamOptions(0.1).split_master(split_master));
+    };
+    return std::make_unique<ZeroRedundancyOptimizer>(model->parameters(), make, group);
+  }
+
+  void train_to(std::int64_t end) {
+    for (; step < end; ++step) {
+      torch::manual_seed(static_cast<std::uint64_t>(100 + step));
+      optimizer->zero_grad();
+      const at::Tensor loss = mixed.forward(model, torch::randn({4, 6})).square().mean();
+      mixed.scale_loss(loss, *optimizer).backward();
+      mixed.step(*optimizer);
+    }
+  }
+
+  Checkpoint checkpoint(const fs::path& folder, const comm::Group& group) {
+    Checkpoint made(folder, options_of(group));
+    made.add("model", *model).add("optimizer", *optimizer).add("mixed", mixed).add("step", step);
+    return made;
+  }
+
+  std::vector<at::Tensor> fp32_weights() {
+    const auto fp32 = mixed.fp32_weights(*model);
+    return semitone::test::copies(model->parameters());
+  }
+
+  torch::nn::Sequential model = made();
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  amp::MixedPrecision mixed;
+  std::int64_t step = 0;
+};
+
+TEST(CheckpointOfShards, OfMixedPrecisionContinuesWithOtherNumbersOfRanks) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    const comm::Group pair = group.subgroup({0, 1});
+    const comm::Group three = group.subgroup({0, 1, 2});
+    const comm::Group one = group.subgroup({rank.number()});
+    int number = 0;
+    for (const bool split : {false, true}) {
+      for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+        SCOPED_TRACE(testing::Message() << "split " << split << ", " << dtype);
+        const auto options = amp::Options("O2").dtype(dtype).loss_scale("dynamic").verbosity(0);
+        const fs::path folder = rank.folder() / std::to_string(number++);
+        if (rank.number() < 2) {
+          MixedTraining saved(options, split, pair);
+          saved.train_to(3);
+          saved.checkpoint(folder, pair).save(3);
+        }
+        group.barrier();
+        MixedTraining undisturbed(options, split, one);
+        undisturbed.train_to(3);
+        const std::vector<at::Tensor> at_save = undisturbed.fp32_weights();
+        undisturbed.train_to(6);
+        for (const comm::Group& ranks : {one, pair, three, group}) {
+          if (ranks.size() == 2 && rank.number() > 1) continue;
+          if (ranks.size() == 3 && rank.number() > 2) continue;
+          SCOPED_TRACE(testing::Message() << ranks.size() << " ranks");
+          MixedTraining resumed(options, split, ranks);
+          EXPECT_EQ(resumed.checkpoint(folder, ranks).resume(), 3);
+          resumed.train_to(6);
+          EXPECT_TRUE(same_bits(resumed.fp32_weights(), undisturbed.fp32_weights()));
+        }
+        MixedTraining other(amp::Options("O1").dtype(dtype).verbosity(0), split, group);
+        EXPECT_EQ(other.checkpoint(folder, group).resume(), 3);
+        EXPECT_TRUE(same_bits(other.fp32_weights(), at_save));
+      }
     }
   });
 }
