@@ -122,7 +122,7 @@ Entry entry_of(const InputFile& file, const std::string& name, const Json& value
   const auto& offsets = value["data_offsets"];
   if (!value["dtype"].is_string()) wrong("a dtype");
   const auto dtype = dtype_named(kDtypes, value["dtype"].get<std::string>());
-  if (!dtype.has_value()) wrong("a dtype that LibTorch has");
+  if (!dtype.has_value()) wrong("a dtype that Semitone reads");
   if (!are_unsigned(shape) || shape.size() > kMaxDimensions) wrong("a shape");
   if (!are_unsigned(offsets) || offsets.size() != 2) wrong("two data_offsets");
   Entry entry{name, *dtype, shape.get<std::vector<std::int64_t>>(), offsets[0].get<std::uint64_t>(),

@@ -37,7 +37,7 @@ TEST(Safetensors, InvalidHeadersAreErrors) {
   expect_refused(R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}})", "12",
                  "the bytes of the shape");
   expect_refused(R"({"a":{"dtype":"F7","shape":[2],"data_offsets":[0,2]}})", "12",
-                 "a dtype that LibTorch has");
+                 "a dtype that Semitone reads");
   expect_refused(R"({"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,2]}})", "12", "a shape");
   expect_refused(R"({"a":{"dtype":"F64","shape":[4611686018427387904,4],"data_offsets":[0,0]}})",
                  "", "the bytes of the shape");
