@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SEEDS = ROOT / "tests/fuzz/corpus"
 WEIGHTS = ROOT / "tests/conformance/data/weights_files.json"
 # Of one input.
-LARGEST = {"casts": 100, "cifar": 7000, "config": 1000, "flags": 200, "idx": 300, "image": 1000, "lines": 500, "manifest": 1500, "messages": 1000, "policy": 1500, "records": 1500, "rendezvous": 200, "values": 100, "watch": 500, "weights": 20_000, "zip": 20_000}
+LARGEST = {"casts": 100, "cifar": 7000, "code": 500, "config": 1000, "flags": 200, "idx": 300, "image": 1000, "lines": 500, "manifest": 1500, "messages": 1000, "policy": 1500, "records": 1500, "rendezvous": 200, "values": 100, "watch": 500, "weights": 20_000, "zip": 20_000}
 SECONDS = 10
 
 

@@ -7,6 +7,7 @@ namespace semitone::fuzz {
 std::span<const Target> targets() {
   static constexpr std::array kTargets{Target{"casts", casts},
                                        Target{"cifar", cifar},
+                                       Target{"code", code},
                                        Target{"config", config},
                                        Target{"flags", flags},
                                        Target{"idx", idx},

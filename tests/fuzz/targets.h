@@ -13,6 +13,7 @@ namespace semitone::fuzz {
 void casts(std::string_view input);  // names of operators and dtypes in cast policies
 // CIFAR-10 ('0'), CIFAR-100 ('1'), also gzipped, or names of classes ('2'): the first byte, modulo 3
 void cifar(std::string_view input);
+void code(std::string_view input);  // the classes of a checkpoint's archives
 // The file of semitone train --config; with another flag on the command line if its size is odd.
 void config(std::string_view input);
 void flags(std::string_view input);        // the program's flags: one word a line
