@@ -33,13 +33,12 @@ int main(int argc, char** argv) try {
   const auto size = static_cast<std::size_t>(data.size());
   semitone::parallel::DistributedSampler sampler(size, /*num_replicas=*/1, /*rank=*/0);
 
-  // Six lines, and a first step other than 0, are all that a training loop needs for this: three
-  // here, and three after mixed.step().
+  // Six lines, and a first step of resume() instead of 0, are all that a training loop needs for
+  // this: three here, and three after mixed.step().
   const checkpoint::StopSignals signals;
   checkpoint::Checkpoint checkpoint(argv[1]);
   checkpoint.add("model", model).add("optim", optimizer).add("mixed", mixed).add("data", sampler);
-  const int64_t first = checkpoint.resume().value_or(0);
-  for (int64_t step = first; step < steps; ++step) {
+  for (int64_t step = checkpoint.resume().value_or(0); step < steps; ++step) {
     auto indices = sampler.next(100);
     if (!indices.has_value()) {  // an epoch has ended
       sampler.set_epoch(sampler.epoch() + 1);
@@ -60,8 +59,7 @@ int main(int argc, char** argv) try {
   double sum = 0;
   for (const auto& parameter : mixed.master_params(optimizer))
     sum += parameter.detach().to(torch::kDouble).abs().sum().item<double>();
-  std::cout << "steps " << first << " to " << steps << '\n'
-            << std::hexfloat << "sum of all weights' magnitudes " << sum << '\n';
+  std::cout << std::hexfloat << "sum of all weights' magnitudes " << sum << '\n';
   return 0;
 } catch (const semitone::Error& error) {
   std::cerr << error.what() << '\n';
