@@ -1,7 +1,8 @@
 // How long a training stops for a checkpoint of ResNet-50 with SGD and momentum: in save(), which
 // writes the files, and in save_async(), which copies the state, or leaves that to a thread, which
 // has copied it before the end of the next forward. torch::save of the same objects,
-// which neither flushes nor verifies anything, is for comparison.
+// which neither flushes nor verifies anything, is for comparison. The second table has whole steps,
+// which the thread also slows by the time of cores that it takes.
 //
 //     checkpoint_bench [directory, default: the system's for temporary files] [rounds, default 5]
 #include "benchmarks/support/check.h"
@@ -14,9 +15,12 @@
 #include <torch/torch.h>
 
 #include <fmt/format.h>
+#include <linux/magic.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
@@ -62,6 +66,16 @@ void require_same(const torch::nn::Module& model, const std::vector<at::Tensor>&
                            name);
 }
 
+bool is_in_memory(const fs::path& path) {
+  struct statfs status = {};
+  return ::statfs(path.c_str(), &status) == 0 && status.f_type == TMPFS_MAGIC;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -100,7 +114,8 @@ int main(int argc, char** argv) {
   check("save_async, copied in the background");
 
   const at::Tensor images = torch::randn({2, 3, 224, 224});
-  fmt::print("{}\n\n", semitone::describe_device(at::kCPU));
+  fmt::print("{}\nin {}{}\n\n", semitone::describe_device(at::kCPU), where.string(),
+             is_in_memory(where) ? ", which is in memory: give a directory on a disk" : "");
   std::vector<double> stalls;
   std::vector<double> stalls_in_background;
   auto timings = semitone::bench::interleave(
@@ -131,10 +146,47 @@ int main(int argc, char** argv) {
           torch::save(optimizer, (folder.path() / "optimizer").string());
         }}},
       rounds, 1);
+  const double save_seconds = timings.front().median_seconds;
   for (auto& [name, seconds] : {std::pair{"save_async alone", &stalls},
                                 std::pair{"save_async and wait_for_copy", &stalls_in_background}}) {
     std::sort(seconds->begin(), seconds->end());
     timings.push_back({name, seconds->front(), (*seconds)[seconds->size() / 2]});
   }
   semitone::bench::print("a checkpoint of ResNet-50", timings, 1e-3, "ms");
+
+  constexpr int kSteps = 4;  // longer than the thread takes
+  const at::Tensor batch = torch::randn({8, 3, 224, 224});
+  const at::Tensor labels = torch::arange(8);
+  const auto train = [&](checkpoint::Checkpoint* checkpoint) {
+    const auto begin = Clock::now();
+    if (checkpoint != nullptr) checkpoint->save_async(++step);
+    for (int i = 0; i < kSteps; ++i) {
+      optimizer.zero_grad();
+      const auto loss = torch::cross_entropy_loss(mixed.forward(model, batch), labels);
+      mixed.scale_loss(loss, optimizer).backward();
+      if (checkpoint != nullptr) checkpoint->wait_for_copy();
+      mixed.step(optimizer);
+    }
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (checkpoint != nullptr) checkpoint->wait();
+    return seconds;
+  };
+  const std::array<checkpoint::Checkpoint*, 3> savers{nullptr, &saved, &in_background};
+  std::array<std::vector<double>, 3> times;
+  train(nullptr);
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t i = 0; i < savers.size(); ++i) {
+      const std::size_t turn = (i + static_cast<std::size_t>(round)) % savers.size();
+      times.at(turn).push_back(train(savers.at(turn)));
+    }
+  }
+  fmt::print("\n{} whole steps of 8 images: {:.0f} ms\n", kSteps, median(times[0]) * 1e3);
+  const std::array<const char*, 3> names{"", "save_async", "copied in the background"};
+  for (std::size_t saver = 1; saver < savers.size(); ++saver) {
+    std::vector<double> longer;
+    for (std::size_t i = 0; i < times[0].size(); ++i)
+      longer.push_back(times.at(saver)[i] - times[0][i]);
+    fmt::print("  {:<26} {:6.1f} ms longer, {:.1f} % of save\n", names.at(saver),
+               median(longer) * 1e3, median(longer) / save_seconds * 100);
+  }
 }
