@@ -37,7 +37,7 @@ foreach(_candidate ${_candidates})
     endif()
   endforeach()
 endforeach()
-if(NOT LibTorch_ROOT_DIR AND NOT SEMITONE_LIBTORCH)
+if(NOT LibTorch_ROOT_DIR AND "${SEMITONE_LIBTORCH}$ENV{SEMITONE_LIBTORCH}" STREQUAL "")
   find_package(Python3 COMPONENTS Interpreter QUIET)
   if(Python3_FOUND)
     execute_process(
@@ -100,8 +100,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   # LibTorch's include folder contains other libraries too (fmt 12 among them). -idirafter searches it last, so that
   # the system's own fmt, which spdlog is built with, is not hidden; its headers still count as system headers.
   target_compile_options(LibTorch::LibTorch INTERFACE
-    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include>"
-    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include/torch/csrc/api/include>")
+    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter \"${LibTorch_ROOT_DIR}/include\">"
+    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter \"${LibTorch_ROOT_DIR}/include/torch/csrc/api/include\">")
   # Debian's libtorch-dev has other headers of the same names among the system's. A folder with links to LibTorch's own
   # headers comes before them; the other libraries in its include folder still come last.
   if(NOT LibTorch_SYSTEM_INCLUDE_DIR)
@@ -115,8 +115,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
       file(CREATE_LINK ${LibTorch_ROOT_DIR}/include/${_folder} ${_own}/${_folder} SYMBOLIC)
     endforeach()
     target_compile_options(LibTorch::LibTorch INTERFACE
-      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem ${_own}>"
-      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem ${_own}/torch/csrc/api/include>")
+      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem \"${_own}\">"
+      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem \"${_own}/torch/csrc/api/include\">")
   endif()
   # at::parallel_for is a template. If LibTorch's threads are OpenMP's, its callers must be compiled for OpenMP too;
   # otherwise it silently runs on one thread. They must link LibTorch's own copy of the runtime: two copies would have
@@ -127,9 +127,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   file(STRINGS ${LibTorch_ROOT_DIR}/include/ATen/Config.h _openmp REGEX "define AT_PARALLEL_OPENMP 1")
   if(_openmp)
     file(GLOB _gomp ${LibTorch_ROOT_DIR}/lib/libgomp*.so*)
-    if(NOT _gomp)
-      set(_gomp gomp)
-    endif()
+    list(APPEND _gomp gomp)  # where it has none, the system's
+    list(GET _gomp 0 _gomp)  # which may have several names
     target_compile_options(LibTorch::LibTorch INTERFACE
       $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-fopenmp>)
     target_link_libraries(LibTorch::LibTorch INTERFACE ${_gomp})

@@ -68,10 +68,10 @@ if(NOT PROJECT_IS_TOP_LEVEL)
   foreach(linter CLANG_TIDY CPPCHECK CPPLINT INCLUDE_WHAT_YOU_USE)
     set(CMAKE_CXX_${linter} "")
   endforeach()
-  if(NOT SEMITONE_LIBRARY STREQUAL STATIC)  # src/exports.map chooses among visible names
-    set(CMAKE_CXX_VISIBILITY_PRESET default)
-    set(CMAKE_VISIBILITY_INLINES_HIDDEN OFF)
-  endif()
+endif()
+if(NOT SEMITONE_LIBRARY STREQUAL STATIC)  # src/exports.map chooses among visible names
+  set(CMAKE_CXX_VISIBILITY_PRESET default)
+  set(CMAKE_VISIBILITY_INLINES_HIDDEN OFF)
 endif()
 # The same flag for libraries and programs, so that all share one precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)

@@ -50,7 +50,8 @@ if(SEMITONE_APPS)
 endif()
 install(DIRECTORY include/semitone DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT Development)
 # What distributors must add to the built files. Each component has them; a whole installation has them once.
-install(FILES LICENSE THIRD_PARTY.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT Development)
+# CMAKE_INSTALL_DOCDIR may be a parent project's.
+install(FILES LICENSE THIRD_PARTY.md DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/semitone COMPONENT Development)
 foreach(component Runtime Tools)
   string(TOLOWER semitone-${component} folder)
   install(FILES LICENSE THIRD_PARTY.md DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/${folder} COMPONENT ${component} EXCLUDE_FROM_ALL)

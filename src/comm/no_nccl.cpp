@@ -10,7 +10,7 @@ Backend nccl_backend() {
   backend.remedy = "configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL";
   backend.warning =
       "this build has no NCCL, so groups use gloo, with tensors on the CPU; configure with "
-      "NCCL_INCLUDE_DIR=<folder of nccl.h>";
+      "SEMITONE_NCCL_INCLUDE_DIR=<folder of nccl.h>";
   return backend;
 }
 

@@ -18,13 +18,21 @@ else()
   list(APPEND CMAKE_MODULE_PATH ${SOURCE}/cmake)
   find_package(LibTorch REQUIRED)
 endif()
+get_target_property(links LibTorch::LibTorch INTERFACE_LINK_LIBRARIES)
+list(FILTER links INCLUDE REGEX gomp)
+if(NOT links STREQUAL GOMP)
+  message(FATAL_ERROR \"libgomp: expected '\${GOMP}', got '\${links}'\")
+endif()
 ")
 # As it would be in lib/cmake/semitone; without targets.
 set(package ${WORK}/installed/lib/cmake/semitone)
 file(COPY ${CONFIG} ${SOURCE}/cmake/FindLibTorch.cmake DESTINATION ${package})
 file(WRITE ${package}/semitone-static.cmake "")
+# Its library is not there: of another component.
+file(WRITE ${package}/semitone-c.cmake "message(FATAL_ERROR no)")
 
-# `message`: a regular expression for standard error, or empty if nothing may be there.
+# `message`: a regular expression for standard error, or empty if nothing may be there. Further arguments: the names of
+# LibTorch's OpenMP runtime, of which one is linked.
 function(expect release installed code message)
   set(libtorch ${WORK}/libtorch-${release})
   string(REPLACE "." ";" numbers ${release})
@@ -37,12 +45,17 @@ function(expect release installed code message)
   endif()
   file(WRITE ${libtorch}/include/torch/${header}
     "#define TORCH_VERSION_MAJOR ${major}\n#define TORCH_VERSION_MINOR ${minor}\n#define TORCH_VERSION_PATCH ${patch}\n")
-  file(WRITE ${libtorch}/include/ATen/Config.h "#define AT_PARALLEL_OPENMP 0\n")
+  file(WRITE ${libtorch}/include/ATen/Config.h "#define AT_PARALLEL_OPENMP 1\n")
+  set(gomp gomp)  # the system's
+  foreach(name ${ARGN})
+    file(WRITE ${libtorch}/lib/${name} "")
+    set(gomp ${libtorch}/lib/libgomp.so)
+  endforeach()
   foreach(name torch_cpu c10 torch_cuda c10_cuda)
     file(WRITE ${libtorch}/lib/lib${name}.so "")
   endforeach()
   execute_process(COMMAND ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build-${release}-${installed} -DSEMITONE_LIBTORCH=${libtorch}
-      -DINSTALLED=${installed}
+      -DINSTALLED=${installed} -DGOMP=${gomp}
     RESULT_VARIABLE result ERROR_VARIABLE text OUTPUT_QUIET)
   string(REGEX REPLACE "[ \n]+" " " text "${text}")
   if(NOT result EQUAL code OR (message AND NOT text MATCHES "${message}") OR (NOT message AND text))
@@ -52,7 +65,7 @@ endfunction()
 expect(2.8.0 OFF 1 "expected LibTorch 2.9 or newer, got 2.8.0 in [^ ]*libtorch-2.8.0")
 expect(2.9.0 OFF 0 "")
 expect(2.11.0 OFF 0 "")
-expect(2.15.1 OFF 0 "")
+expect(2.15.1 OFF 0 "" libgomp.so libgomp.so.1 libgomp.so.1.0.0)
 expect(2.16.0 OFF 0 "expected LibTorch 2.9 to 2.15, with which Semitone is tested, got 2.16.0")
 
 string(REGEX MATCH "^([0-9]+)[.]([0-9]+)[.]([0-9]+)" _ ${BUILT_WITH})
@@ -61,3 +74,10 @@ math(EXPR next_patch "${CMAKE_MATCH_3} + 1")
 expect(${BUILT_WITH} ON 0 "")
 expect(${CMAKE_MATCH_1}.${CMAKE_MATCH_2}.${next_patch} ON 0 "expected LibTorch ${BUILT_WITH}, which Semitone was built with")
 expect(${CMAKE_MATCH_1}.${next_minor}.0 ON 1 "Another release needs a Semitone that was built with it")
+
+# A folder that is not there is an error, also from the environment: LibTorch is not taken from elsewhere.
+execute_process(COMMAND ${CMAKE_COMMAND} -E env SEMITONE_LIBTORCH=${WORK}/none ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build-none
+  RESULT_VARIABLE result ERROR_VARIABLE text OUTPUT_QUIET)
+if(result EQUAL 0 OR NOT text MATCHES "Could NOT find LibTorch")
+  message(FATAL_ERROR "expected no LibTorch in a folder that is not there, got ${result} and:\n${text}")
+endif()
