@@ -6,16 +6,35 @@
 
 #include <torch/serialize.h>
 
+#include <zlib.h>
+
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <new>
 #include <sstream>
+#include <string>
 #include <string_view>
 #include <unordered_set>
 
 namespace semitone::c {
+namespace {
+
+// After the archive, since LibTorch compares no checksums: this, and four bytes.
+constexpr std::string_view kChecksum = "semitone.crc32:";
+
+std::string checksum_of(std::string_view bytes) {
+  const auto value = static_cast<std::uint32_t>(
+      ::crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
+  std::string text(kChecksum);
+  for (int shift = 0; shift < 32; shift += 8) text += static_cast<char>(value >> shift & 0xFF);
+  return text;
+}
+
+}  // namespace
 
 const at::Tensor& tensor_of(const SemitoneTensor* tensor, const char* function) {
   require_pointer(tensor, "tensor", function);
@@ -96,7 +115,8 @@ void save_archive(const torch::serialize::OutputArchive& archive, char** bytes, 
   require_pointer(size, "pointer for the size", function);
   std::ostringstream stream;
   const_cast<torch::serialize::OutputArchive&>(archive).save_to(stream);
-  const std::string content = std::move(stream).str();
+  std::string content = std::move(stream).str();
+  content += checksum_of(content);
   *bytes = new_string(content);
   *size = content.size();
 }
@@ -104,14 +124,23 @@ void save_archive(const torch::serialize::OutputArchive& archive, char** bytes, 
 torch::serialize::InputArchive load_archive(const void* bytes, std::size_t size,
                                             const char* function) {
   require_pointer(bytes, "pointer to saved bytes", function);
+  constexpr auto kExpected = "the bytes that the function for saving returned";
+  const std::string_view all(static_cast<const char*>(bytes), size);
+  const std::string_view content =
+      all.substr(0, all.size() - std::min(all.size(), kChecksum.size() + 4));
+  const std::string_view end = all.substr(content.size());
+  if (!end.starts_with(kChecksum))
+    throw FileError(function, kExpected, std::to_string(size) + " bytes without a checksum");
+  if (end != checksum_of(content))
+    throw FileError(function, kExpected, "bytes that do not match their checksum");
   torch::serialize::InputArchive archive;
   try {
-    archive.load_from(static_cast<const char*>(bytes), size);
+    archive.load_from(content.data(), content.size());
   } catch (const std::bad_alloc&) {
     throw;  // which says nothing about the bytes
   } catch (const std::exception& error) {
     // LibTorch's reader also throws ErrorReport and std::out_of_range.
-    throw FileError(function, "the bytes that the function for saving returned", error.what());
+    throw FileError(function, kExpected, error.what());
   }
   return archive;
 }

@@ -39,6 +39,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#ifdef __GNUC__  // also where a program hides its own functions
+#pragma GCC visibility push(default)
+#endif
 
 /// The result of a call. Values are not reused for other meanings in later versions. If LibTorch
 /// finds no memory on the CPU, it says so by an error like its others: SEMITONE_LIBTORCH_ERROR.
@@ -272,11 +275,10 @@ SemitoneStatus semitone_scaler_set_group(SemitoneScaler* scaler, const SemitoneG
 /// Saves options, scale and counters, to continue bit for bit: `bytes` is freed with
 /// semitone_free(). Error between semitone_scaler_unscale() and semitone_scaler_update().
 SemitoneStatus semitone_scaler_save(const SemitoneScaler* scaler, char** bytes, size_t* size);
-/// Loads what semitone_scaler_save() returned. Only bytes that cannot be read, and values that no
-/// scaler has, are an error: LibTorch compares no checksums, so other damage is loaded. If you keep
-/// states in files, keep a checksum with each. As every archive of LibTorch, the bytes can contain
-/// code that runs while they are loaded: take them only from a source that you trust as you trust a
-/// program (docs/security.md).
+/// Loads what semitone_scaler_save() returned. Damaged bytes, which do not match the CRC-32 at their
+/// end, are a SEMITONE_FILE_ERROR, as are values that no scaler has. As every archive of LibTorch,
+/// the bytes can contain code that runs while they are loaded: take them only from a source that you
+/// trust as you trust a program (docs/security.md).
 SemitoneStatus semitone_scaler_load(SemitoneScaler* scaler, const void* bytes, size_t size);
 
 // Master weights: amp::MasterWeights.
@@ -296,7 +298,8 @@ SemitoneStatus semitone_masters_list(const SemitoneMasters* masters, SemitoneTen
                                      size_t count);
 /// Moves gradients from the model to the masters, as they are: adds each to its master's, in fp32,
 /// and drops it in the model. With a loss scale, call semitone_scaler_unscale() with the tensors of
-/// semitone_masters_list() afterwards.
+/// semitone_masters_list() afterwards. Error if a gradient is still this rank's own: of a backward
+/// pass between semitone_ddp_begin_no_sync() and semitone_ddp_end_no_sync(), without one after it.
 SemitoneStatus semitone_masters_take_gradients(SemitoneMasters* masters);
 /// Drops the gradients of the tensors of semitone_masters_list(): after a step, and after a skipped
 /// one.
@@ -317,8 +320,8 @@ SemitoneStatus semitone_masters_sync(SemitoneMasters* masters);
 SemitoneStatus semitone_masters_save(const SemitoneMasters* masters, char** bytes, size_t* size);
 /// Loads what semitone_masters_save() returned, and rounds the masters into their parameters. Error
 /// for the masters of another list, and for an unfrozen parameter as in semitone_masters_sync().
-/// Bytes that can be read are loaded even if they are damaged, and they can contain code: keep a
-/// checksum, and load only what you trust as you trust a program, as in semitone_scaler_load().
+/// Damaged bytes are a SEMITONE_FILE_ERROR. They can contain code: load only what you trust as you
+/// trust a program, as in semitone_scaler_load().
 SemitoneStatus semitone_masters_load(SemitoneMasters* masters, const void* bytes, size_t size);
 
 // Several processes: comm::Group and parallel::DistributedDataParallel.
@@ -346,6 +349,8 @@ enum {
 /// @param timeout  of a collective and of the rendezvous, in seconds; 0: 30 minutes
 SemitoneStatus semitone_group_create(const char* url, const char* backend, double timeout,
                                      SemitoneGroup** group);
+/// Scalers and ddps that hold the group keep it. Destroy all of them before the process ends:
+/// otherwise the other ranks take this one for lost, and their collectives fail.
 SemitoneStatus semitone_group_destroy(SemitoneGroup* group);
 SemitoneStatus semitone_group_rank(const SemitoneGroup* group, int32_t* rank);
 SemitoneStatus semitone_group_size(const SemitoneGroup* group, int32_t* size);
@@ -394,6 +399,9 @@ SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const*
 SemitoneStatus semitone_ddp_begin_no_sync(SemitoneDdp* ddp);
 SemitoneStatus semitone_ddp_end_no_sync(SemitoneDdp* ddp);
 
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif
