@@ -5,6 +5,7 @@
 #include "src/c/arguments.h"
 #include "src/c/handles.h"
 #include "src/comm/rendezvous.h"
+#include "src/core/unreduced.h"
 
 #include <torch/types.h>
 
@@ -111,6 +112,7 @@ SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTen
       std::int64_t begin = 0;
       for (at::Tensor& tensor : same) {
         tensor.copy_(all.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+        semitone::clear_unreduced(tensor);
         begin += tensor.numel();
       }
     }

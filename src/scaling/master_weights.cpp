@@ -1,5 +1,7 @@
 #include "semitone/scaling/master_weights.h"
 
+#include "semitone/core/error.h"
+#include "src/core/unreduced.h"
 #include "src/scaling/masters.h"
 
 #include <memory>
@@ -16,6 +18,15 @@ std::size_t MasterWeights::size() const {
 }
 
 bool MasterWeights::take_gradients(float inverse_scale) {
+  // Moved to a master, they would be left out of the average that the next backward pass takes.
+  masters_->for_each([](const at::Tensor& parameter, const at::Tensor& /*master*/) {
+    if (!is_unreduced(parameter.grad())) return;
+    throw Error(
+        "amp.master_weights.take_gradients", "gradients that are averaged over the ranks",
+        "this rank's own, of a backward pass in no_sync",
+        "call take_gradients() once, after the backward pass outside of no_sync, or average "
+        "the gradients with comm::Group::all_reduce first");
+  });
   return masters_->take_gradients(inverse_scale);
 }
 

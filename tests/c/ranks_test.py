@@ -156,6 +156,39 @@ class DdpTest(unittest.TestCase):
             ddp.end_no_sync()
         ddp.close()
 
+    def test_masters_do_not_take_gradients_of_no_sync_alone(self):
+        weight = op("aten::to.dtype", Tensor.floats([1]), FLOAT16).require_grad()
+        factor = op("aten::to.dtype", Tensor.floats([1 + RANK]), FLOAT16)
+        ddp = Handle("ddp", GROUP, c.names_list(["weight"]), *listed([weight]), *listed([]), *c.options_list())
+        masters = Handle("masters", *listed([weight]))
+        pointer = (ctypes.c_void_p * 1)()
+        masters.list(pointer, ctypes.c_size_t(1))
+        master = Tensor(ctypes.c_void_p(pointer[0]))
+
+        def backward():
+            ddp.begin_forward()
+            output = op("aten::mul.Tensor", weight, factor)
+            ddp.end_forward(*listed([output]))
+            op("aten::sum", output).backward()
+
+        ddp.begin_no_sync()
+        backward()
+        ddp.end_no_sync()
+        with self.assertRaisesRegex(SemitoneError, "got this rank's own, of a backward pass in no_sync"):
+            masters.take_gradients()
+        backward()
+        masters.take_gradients()
+        self.assertEqual(master.grad.values(), [3])
+        masters.clear_gradients()
+        ddp.begin_no_sync()
+        backward()
+        ddp.end_no_sync()
+        GROUP.all_reduce(*listed([weight.grad]), ctypes.c_int32(1))
+        masters.take_gradients()
+        self.assertEqual(master.grad.values(), [1.5])
+        for handle in (masters, ddp):
+            handle.close()
+
     def test_other_models_are_an_error(self):
         with self.assertRaisesRegex(SemitoneError, "parameter 'offset'"):
             self.model(("weight", "bias" if RANK == 0 else "offset"))

@@ -63,7 +63,8 @@ class [[nodiscard]] MasterWeights {
   /// drops the model's gradients. Gradients of fp32 parameters are divided in place, including
   /// anything accumulated before. To accumulate under a scale, accumulate in the model and call
   /// this once. Returns whether an inf or NaN was found, with one host read. Non-finite values stay
-  /// in the gradients until these are zeroed.
+  /// in the gradients until these are zeroed. Error if a gradient is still this rank's own: of a
+  /// backward pass in DistributedDataParallel::no_sync(), without one after it.
   /// @param inverse_scale  1/scale
   bool take_gradients(float inverse_scale = 1.0F);
 
