@@ -16,8 +16,10 @@
 #include <torch/serialize.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::amp {
 
@@ -127,7 +129,16 @@ bool GradScaler::read(Progress& progress) const {
 void GradScaler::call_hook(Progress& progress) const {
   if (!found_inf_hook_) return;
   const events::PhaseScope phase(events::Phase::communication);
-  for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
+  // One flag, on however many devices this rank has gradients: other ranks may have other devices.
+  std::vector<at::Tensor>& flags = progress.found_inf;
+  const auto on_device =
+      std::ranges::find_if(flags, [](const auto& flag) { return !flag.is_cpu(); });
+  at::Tensor all = on_device == flags.end() ? flags.front() : *on_device;
+  for (const at::Tensor& flag : flags) {
+    if (!flag.is_same(all)) all = at::maximum(all, flag.to(all.device()));
+  }
+  found_inf_hook_(all);
+  flags = {all};
 }
 
 // Whether the device can decide the step. The host must decide if it needs the names of parameters,

@@ -51,6 +51,32 @@ Scaled run(c10::Device device, bool unscale, int overflow_at) {
   return result;
 }
 
+// Ranks may have gradients on different numbers of devices: each agrees once.
+TEST_F(AcceleratorGradScaler, GradientsOfSeveralDevicesHaveOneFlag) {
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const std::vector<float>& gradients :
+       {std::vector<float>{1, 1, 1}, {inf, 1, 1}, {1, inf, 1}, {1, 1, inf}}) {
+    std::vector<at::Tensor> parameters;
+    for (const c10::Device where : {c10::Device(at::kCPU), device(0), device(1)})
+      parameters.push_back(torch::ones({1}, torch::device(where)).requires_grad_());
+    torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(1));
+    amp::GradScaler scaler(amp::LossScaleOptions().init_scale(2));
+    std::vector<float> flags;
+    scaler.set_found_inf_hook([&](at::Tensor& found_inf) {
+      EXPECT_EQ(found_inf.device(), device(0));
+      flags.push_back(found_inf.item<float>());
+    });
+    scaler.scale(torch::ones({1}));
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      parameters[i].mutable_grad() = torch::full_like(parameters[i], gradients[i]);
+    const bool is_finite = gradients == std::vector<float>{1, 1, 1};
+    const amp::Step step = scaler.step(optimizer);
+    EXPECT_EQ(step == amp::Step::stepped, is_finite);
+    EXPECT_EQ(flags, std::vector<float>{is_finite ? 0.0F : 1.0F});
+    scaler.update();
+  }
+}
+
 TEST_F(AcceleratorGradScaler, TrainsAsOnTheCPUAndReadsOnceAStep) {
   for (const bool unscale : {false, true}) {
     for (const int overflow_at : {-1, 2}) {
