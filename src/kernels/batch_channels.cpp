@@ -47,9 +47,11 @@ ChannelInput read(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), *format_of(tensor.scalar_type())};
 }
 
+// Running statistics get no new version: LibTorch's operator gives them none either, and saves them
+// for its backward pass. Gradients are new.
 ChannelOutput written(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
-  return {written_data(tensor), *format_of(tensor.scalar_type())};
+  return {static_cast<char*>(tensor.mutable_data_ptr()), *format_of(tensor.scalar_type())};
 }
 
 // parts: (parts, 3, C), or (processes, 2 C + 1).

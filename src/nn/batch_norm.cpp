@@ -9,8 +9,10 @@
 #include "src/nn/arguments.h"
 #include "src/nn/batch_norm_channels.h"
 #include "src/nn/kernel_reads.h"
+#include "src/nn/plain.h"
 #include "src/nn/recorded_gradients.h"
 
+#include <ATen/OpMathType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
@@ -263,10 +265,36 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   }
 };
 
+// With parameters and statistics in the dtypes that LibTorch's operator takes beside the input.
+at::Tensor through_libtorch(const at::Tensor& input, const BatchNorm& layer, bool training) {
+  const auto dtype = at::toOpMathType(input.scalar_type());
+  const auto converted = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(dtype) : tensor;
+  };
+  const at::Tensor mean = converted(layer.running_mean);
+  const at::Tensor variance = converted(layer.running_var);
+  at::Tensor result =
+      at::batch_norm(input, converted(layer.weight), converted(layer.bias), mean, variance,
+                     training, layer.momentum, layer.eps, at::globalContext().userEnabledCuDNN());
+  if (training && mean.defined() && !mean.is_same(layer.running_mean)) {
+    layer.running_mean.copy_(mean);
+    layer.running_var.copy_(variance);
+  }
+  if (layer.residual.defined()) result = (result + layer.residual).to(input.scalar_type());
+  return layer.relu ? result.relu() : result;
+}
+
 }  // namespace
 
 at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
+  if (!are_plain(input, layer.weight, layer.bias, layer.residual)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    if (layer.peers == nullptr) return through_libtorch(input, layer, /*training=*/true);
+    throw Error(layer.component, "plain tensors in training with several processes",
+                "a call in a trace, a forward-mode derivative, or vmap",
+                "trace the layer in evaluation");
+  }
   note_kernel_reads(input, layer.weight, layer.bias, layer.residual);
   return BatchNormFunction::apply(input, if_defined(layer.weight), if_defined(layer.bias),
                                   if_defined(layer.residual), layer);
@@ -274,11 +302,7 @@ at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
 
 at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
-  at::Tensor result = at::batch_norm(input, layer.weight, layer.bias, layer.running_mean,
-                                     layer.running_var, /*training=*/false, layer.momentum,
-                                     layer.eps, at::globalContext().userEnabledCuDNN());
-  if (layer.residual.defined()) result = (result + layer.residual).to(input.scalar_type());
-  return layer.relu ? result.relu() : result;
+  return through_libtorch(input, layer, /*training=*/false);
 }
 
 }  // namespace semitone::nn

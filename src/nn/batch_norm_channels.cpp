@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -84,22 +85,29 @@ class Loop {
   const at::Tensor& like_;
 };
 
+// As LibTorch's operator, whose earlier calls in the graph have saved the statistics: without a new
+// version, with which their backward pass would fail.
+void write_running(const at::Tensor& running, const at::Tensor& values) {
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  running.copy_(values);
+}
+
 // running + (batch * factor - running) * momentum
 void update_running(const at::Tensor& running, const at::Tensor& batch, double factor,
                     double momentum) {
   if (!running.defined()) return;
   const Loop::Values before(running, 0);
   const Loop::Values now(batch, 0);
-  running.copy_(Loop(batch)([&](std::int64_t channel) {
-    return before[channel] + (now[channel] * factor - before[channel]) * momentum;
-  }));
+  write_running(running, Loop(batch)([&](std::int64_t channel) {
+                  return before[channel] + (now[channel] * factor - before[channel]) * momentum;
+                }));
 }
 
 void update_running(const at::Tensor& running, const at::Tensor& batch,
                     const at::Tensor& momentum) {
   if (!running.defined()) return;
   const at::Tensor before = running.to(at::kDouble);
-  running.copy_(before.add(batch.sub(before).mul_(momentum)));
+  write_running(running, before.add(batch.sub(before).mul_(momentum)));
 }
 
 // Whether there is no value in any process.

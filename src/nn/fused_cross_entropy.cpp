@@ -5,6 +5,7 @@
 #include "src/kernels/on_cuda.h"
 #include "src/nn/class_targets.h"
 #include "src/nn/kernel_reads.h"
+#include "src/nn/plain.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <ATen/OpMathType.h>
@@ -125,7 +126,7 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
       .inplace_backward = options.inplace_backward()};
   const bool probabilities = target.sizes() == logits.sizes() && target.is_floating_point();
   if (options.weight().defined() || probabilities || logits.dim() != 2 ||
-      !has_loss_kernel(logits)) {
+      !has_loss_kernel(logits) || !are_plain(logits, target)) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }

@@ -4,6 +4,7 @@
 #include "src/kernels/dropout.h"
 #include "src/nn/kernel_reads.h"
 #include "src/nn/new_dropout.h"
+#include "src/nn/plain.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -91,7 +92,7 @@ void check(const at::Tensor& input, double p) {
 at::Tensor fused_dropout(const at::Tensor& input, double p, bool train) {
   check(input, p);
   if (p == 0 || !train || input.numel() == 0) return input;
-  if (!has_kernel(input)) {
+  if (!has_kernel(input) || !is_plain(input)) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return at::dropout(input, p, train);
   }
@@ -109,7 +110,7 @@ at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual
   }
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   if (p == 0 || !train || input.numel() == 0) return at::add(input, residual);
-  if (!has_kernel(input) || !has_kernel(residual))
+  if (!has_kernel(input) || !has_kernel(residual) || !are_plain(input, residual))
     return at::add(fused_dropout(input, p, train), residual);
   note_kernel_reads(input, residual);
   return DropoutFunction::apply(input, residual, new_dropout(p),

@@ -5,6 +5,7 @@
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
 #include "src/nn/kernel_reads.h"
+#include "src/nn/plain.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -60,9 +61,12 @@ class GeluFunction : public torch::autograd::Function<GeluFunction> {
 };
 
 at::Tensor apply(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
-  note_kernel_reads(input, bias);
-  if (is_recorded({input, bias})) return GeluFunction::apply(input, if_defined(bias), form);
+  if (are_plain(input, bias)) {
+    note_kernel_reads(input, bias);
+    if (is_recorded({input, bias})) return GeluFunction::apply(input, if_defined(bias), form);
+  }
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  if (!are_plain(input, bias)) return kernels::ref::gelu(input, bias, form);
   return kernels::gelu(input, bias, form);
 }
 

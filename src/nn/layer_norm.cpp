@@ -5,8 +5,10 @@
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
 #include "src/nn/kernel_reads.h"
+#include "src/nn/plain.h"
 #include "src/nn/recorded_gradients.h"
 
+#include <ATen/OpMathType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -87,10 +89,26 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
   enum Argument : std::size_t { kInput, kWeight, kBias, kArguments };
 };
 
+// For tensors that the kernel cannot read.
+at::Tensor through_libtorch(const at::Tensor& input, const LayerNormParameters& layer) {
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  const auto dtype = at::toOpMathType(input.scalar_type());
+  const auto converted = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? std::optional(tensor.to(dtype)) : std::nullopt;
+  };
+  const at::Tensor x = input.to(dtype);
+  const at::Tensor result =
+      layer.centred ? at::layer_norm(x, layer.normalized_shape, converted(layer.weight),
+                                     converted(layer.bias), layer.eps)
+                    : at::rms_norm(x, layer.normalized_shape, converted(layer.weight), layer.eps);
+  return result.to(input.scalar_type());
+}
+
 }  // namespace
 
 at::Tensor layer_norm(const at::Tensor& input, const LayerNormParameters& layer) {
   check(input, layer);
+  if (!are_plain(input, layer.weight, layer.bias)) return through_libtorch(input, layer);
   note_kernel_reads(input, layer.weight, layer.bias);
   const kernels::LayerNorm norm{.columns = c10::multiply_integers(layer.normalized_shape),
                                 .centred = layer.centred,

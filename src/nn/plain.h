@@ -14,4 +14,10 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor._is_zerotensor() && !tensor._fw_grad(/*level=*/0).defined();
 }
 
+// The same of several, of which some may be undefined.
+template <typename... Tensors>
+bool are_plain(const Tensors&... tensors) {
+  return ((!tensors.defined() || is_plain(tensors)) && ...);
+}
+
 }  // namespace semitone::nn

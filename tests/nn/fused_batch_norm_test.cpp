@@ -166,6 +166,56 @@ TEST(FusedBatchNorm, WithoutMomentumAveragesAllBatches) {
   expect_bitwise_equal(layer->running_mean, torch::tensor({3.0F, 2.0F}));
 }
 
+// LibTorch's operator saves the statistics that it reads, and gives them no new version.
+TEST(FusedBatchNorm, DoesNotDisturbEarlierCallsInTheGraph) {
+  torch::manual_seed(0);
+  FusedBatchNorm layer(kChannels);
+  const at::Tensor input = images(torch::kFloat);
+  const auto version = layer->running_mean._version();
+  layer->eval();
+  const at::Tensor evaluated = layer(input);
+  layer->train();
+  const at::Tensor before = layer->running_var.clone();
+  const at::Tensor trained = layer(images(torch::kFloat));
+  EXPECT_FALSE(at::equal(layer->running_var, before));
+  EXPECT_EQ(layer->running_mean._version(), version);
+  (evaluated.sum() + trained.sum()).backward();
+  EXPECT_TRUE(input.grad().isfinite().all().item<bool>());
+}
+
+TEST(FusedBatchNorm, TakesTheSameDtypesInTrainingAndEvaluation) {
+  torch::manual_seed(0);
+  const auto dtypes = {torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16};
+  for (const auto of_input : dtypes) {
+    for (const auto of_layer : dtypes) {
+      SCOPED_TRACE(testing::Message() << of_input << " and " << of_layer);
+      FusedBatchNorm layer(kChannels);
+      randomize(*layer);
+      layer->to(of_layer);
+      FusedBatchNorm exact(kChannels);
+      exact->to(torch::kDouble);
+      {
+        const torch::NoGradGuard no_grad;
+        exact->weight.copy_(layer->weight);
+        exact->bias.copy_(layer->bias);
+      }
+      const at::Tensor input = images(of_input).detach();
+      for (const bool training : {true, false}) {
+        layer->train(training);
+        exact->train(training);
+        const at::Tensor got = layer(input);
+        EXPECT_EQ(got.scalar_type(), of_input);
+        const auto coarse = test::is_16_bits(of_input) ? of_input : torch::kFloat;
+        // Statistics of 16 bits are rounded after the training step.
+        const double tolerance =
+            training ? test::pointwise_tolerance(coarse)
+                     : test::reduction_tolerance(of_layer, 1) + test::pointwise_tolerance(coarse);
+        expect_close(got.to(torch::kDouble), exact(input.to(torch::kDouble)), tolerance);
+      }
+    }
+  }
+}
+
 TEST(FusedBatchNorm, RefusesInputsThatDoNotFit) {
   FusedBatchNorm layer(FusedBatchNormOptions(3));
   test::expect_error([&] { layer(torch::ones({2, 4})); }, {"[nn.fused_batch_norm]", "(N, 3, ...)"});
