@@ -183,9 +183,8 @@ int main(int argc, char** argv) {
   fmt::print("\n{} whole steps of 8 images: {:.0f} ms\n", kSteps, median(times[0]) * 1e3);
   const std::array<const char*, 3> names{"", "save_async", "copied in the background"};
   for (std::size_t saver = 1; saver < savers.size(); ++saver) {
-    std::vector<double> longer;
-    for (std::size_t i = 0; i < times[0].size(); ++i)
-      longer.push_back(times.at(saver)[i] - times[0][i]);
+    std::vector<double> longer = times.at(saver);
+    for (std::size_t i = 0; i < longer.size(); ++i) longer[i] -= times[0][i];
     fmt::print("  {:<26} {:6.1f} ms longer, {:.1f} % of save\n", names.at(saver),
                median(longer) * 1e3, median(longer) / save_seconds * 100);
   }
