@@ -40,7 +40,7 @@ std::string path_of(int file) {
 int flush(long call, int file) {
   static std::atomic<int> count{0};
   const char* const failing = std::getenv("SEMITONE_TEST_FAILING_FLUSH");
-  if (++count == (failing == nullptr ? 0 : std::atoi(failing))) {
+  if (++count == (failing == nullptr ? 0 : std::strtol(failing, nullptr, 10))) {
     record("fail\t" + path_of(file));
     errno = EIO;
     return -1;

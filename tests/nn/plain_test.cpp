@@ -109,7 +109,8 @@ TEST(FusedLayers, AreLibTorchsOperatorsInTraces) {
     EXPECT_NE(graph->toString().find(layer.op), std::string::npos);
     EXPECT_EQ(graph->toString().find("aten::empty"), std::string::npos);
     const at::Tensor other = torch::randn({6, 8});
-    test::expect_close(run_traced(graph, other).at(0).toTensor(), layer.libtorch(other), kTolerance);
+    test::expect_close(run_traced(graph, other).at(0).toTensor(), layer.libtorch(other),
+                       kTolerance);
   }
 }
 
