@@ -3,13 +3,12 @@
 #include "semitone/core/device.h"
 #include "semitone/core/error.h"
 #include "src/c/handles.h"
+#include "src/core/checksum.h"
 
 #include <torch/serialize.h>
 
-#include <zlib.h>
-
 #include <algorithm>
-#include <cstdint>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -23,15 +22,12 @@
 namespace semitone::c {
 namespace {
 
-// After the archive, since LibTorch compares no checksums: this, and four bytes.
-constexpr std::string_view kChecksum = "semitone.crc32:";
+// After the archive, since LibTorch compares no checksums.
+constexpr std::string_view kEnd = "semitone.crc32:";
+constexpr std::size_t kEndSize = kEnd.size() + 8;
 
-std::string checksum_of(std::string_view bytes) {
-  const auto value = static_cast<std::uint32_t>(
-      ::crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
-  std::string text(kChecksum);
-  for (int shift = 0; shift < 32; shift += 8) text += static_cast<char>(value >> shift & 0xFF);
-  return text;
+std::string end_of(std::string_view archive) {
+  return std::string(kEnd) + checksum_of(archive);
 }
 
 }  // namespace
@@ -116,7 +112,7 @@ void save_archive(const torch::serialize::OutputArchive& archive, char** bytes, 
   std::ostringstream stream;
   const_cast<torch::serialize::OutputArchive&>(archive).save_to(stream);
   std::string content = std::move(stream).str();
-  content += checksum_of(content);
+  content += end_of(content);
   *bytes = new_string(content);
   *size = content.size();
 }
@@ -126,12 +122,11 @@ torch::serialize::InputArchive load_archive(const void* bytes, std::size_t size,
   require_pointer(bytes, "pointer to saved bytes", function);
   constexpr auto kExpected = "the bytes that the function for saving returned";
   const std::string_view all(static_cast<const char*>(bytes), size);
-  const std::string_view content =
-      all.substr(0, all.size() - std::min(all.size(), kChecksum.size() + 4));
+  const std::string_view content = all.substr(0, all.size() - std::min(all.size(), kEndSize));
   const std::string_view end = all.substr(content.size());
-  if (!end.starts_with(kChecksum))
+  if (!end.starts_with(kEnd))
     throw FileError(function, kExpected, std::to_string(size) + " bytes without a checksum");
-  if (end != checksum_of(content))
+  if (end != end_of(content))
     throw FileError(function, kExpected, "bytes that do not match their checksum");
   torch::serialize::InputArchive archive;
   try {

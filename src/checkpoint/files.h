@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/core/error.h"
-#include "src/checkpoint/checksum.h"
 #include "src/checkpoint/file_record.h"
+#include "src/core/checksum.h"
 #include "src/core/descriptor.h"
 
 #include <cstddef>

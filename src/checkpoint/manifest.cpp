@@ -2,8 +2,8 @@
 
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
-#include "src/checkpoint/checksum.h"
 #include "src/checkpoint/files.h"
+#include "src/core/checksum.h"
 #include "src/core/descriptor.h"
 
 #include <fmt/format.h>
@@ -112,7 +112,10 @@ bool has_its_checksum(std::string_view text, const std::string& checksum) {
   const std::string end = fmt::format(",\n \"{}\": \"{}\"\n}}\n", kChecksum, checksum);
   if (!text.ends_with(end)) return false;
   text.remove_suffix(end.size());
-  return checksum_of(std::string(text) + "\n}") == checksum;
+  Checksum found;
+  found.add(text.data(), text.size());
+  found.add("\n}", 2);
+  return found.text() == checksum;
 }
 
 [[noreturn]] void refuse_manifest(const std::filesystem::path& path, std::string_view expected,

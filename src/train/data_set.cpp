@@ -1,6 +1,6 @@
 #include "src/train/data_set.h"
 
-#include "src/checkpoint/checksum.h"
+#include "src/core/checksum.h"
 
 #include <utility>
 
@@ -24,7 +24,7 @@ class FirstExample final : public Examples {
 }  // namespace
 
 std::string checksum_of(std::initializer_list<at::Tensor> tensors, std::string_view text) {
-  checkpoint::Checksum checksum;
+  Checksum checksum;
   checksum.add(text.data(), text.size());
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor contiguous = tensor.contiguous();

@@ -4,8 +4,8 @@
 
 #include "semitone/checkpoint.h"
 #include "semitone/core/error.h"
-#include "src/checkpoint/checksum.h"
 #include "src/checkpoint/manifest.h"
+#include "src/core/checksum.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"

@@ -1,7 +1,7 @@
 // Damaged checkpoints: resume() recognises them, and takes the previous one.
 
 #include "semitone/checkpoint.h"
-#include "src/checkpoint/checksum.h"
+#include "src/core/checksum.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"

@@ -1,7 +1,7 @@
 #include "src/checkpoint/manifest.h"
 
 #include "semitone/core/error.h"
-#include "src/checkpoint/checksum.h"
+#include "src/core/checksum.h"
 #include "tests/support/errors.h"
 
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TEST(Manifest, DeepValuesAreRefused) {
 }
 
 // In an object that keeps the order of its keys, each of these would be compared with all before it:
-// minutes, for what anybody who can write a checkpoint can write.
+// minutes, for a file that anybody may have written.
 TEST(Manifest, ManyKeysAreReadInTimeOfTheirNumber) {
   Json json = manifest();
   json["many"] = 0;

@@ -6,8 +6,8 @@
 #include "semitone/zoo/text.h"
 #include "src/autocast/policy_text.h"
 #include "src/checkpoint/archive_code.h"
-#include "src/checkpoint/checksum.h"
 #include "src/checkpoint/manifest.h"
+#include "src/core/checksum.h"
 #include "src/report/metrics_file.h"
 #include "src/report/report_json.h"
 #include "src/report/report_text.h"
@@ -112,7 +112,7 @@ namespace {
 // With the checksum that belongs to it: few inputs have theirs.
 std::string with_checksum(std::string_view manifest) {
   const std::string start(manifest.substr(0, manifest.find_last_of('}')));
-  return start + ",\n \"crc32\": \"" + checkpoint::checksum_of(start + "\n}") + "\"\n}\n";
+  return start + ",\n \"crc32\": \"" + checksum_of(start + "\n}") + "\"\n}\n";
 }
 
 }  // namespace

@@ -1,13 +1,11 @@
 #pragma once
 
-// Internal interface: other rooms include this header.
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
-namespace semitone::checkpoint {
+namespace semitone {
 
 // The CRC-32 of a stream (zlib's, as in gzip and PNG). It finds every burst of errors of up to 32
 // bits, and overlooks other damage with a probability of 2^-32. It is no protection against
@@ -24,4 +22,4 @@ class Checksum {
 
 std::string checksum_of(std::string_view bytes);
 
-}  // namespace semitone::checkpoint
+}  // namespace semitone

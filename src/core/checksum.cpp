@@ -1,9 +1,9 @@
-#include "src/checkpoint/checksum.h"
+#include "src/core/checksum.h"
 
 #include <fmt/format.h>
 #include <zlib.h>
 
-namespace semitone::checkpoint {
+namespace semitone {
 
 void Checksum::add(const void* data, std::size_t size) {
   // zlib takes no bytes at a null pointer, as an empty tensor has them, for the start of a stream.
@@ -21,4 +21,4 @@ std::string checksum_of(std::string_view bytes) {
   return checksum.text();
 }
 
-}  // namespace semitone::checkpoint
+}  // namespace semitone
