@@ -265,7 +265,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   }
 };
 
-// With parameters and statistics in the dtypes that LibTorch's operator takes beside the input.
+// With parameters and statistics in a dtype that LibTorch's operator takes for this input.
 at::Tensor through_libtorch(const at::Tensor& input, const BatchNorm& layer, bool training) {
   const auto dtype = at::toOpMathType(input.scalar_type());
   const auto converted = [&](const at::Tensor& tensor) {
@@ -276,9 +276,9 @@ at::Tensor through_libtorch(const at::Tensor& input, const BatchNorm& layer, boo
   at::Tensor result =
       at::batch_norm(input, converted(layer.weight), converted(layer.bias), mean, variance,
                      training, layer.momentum, layer.eps, at::globalContext().userEnabledCuDNN());
-  if (training && mean.defined() && !mean.is_same(layer.running_mean)) {
-    layer.running_mean.copy_(mean);
-    layer.running_var.copy_(variance);
+  if (training) {
+    if (!mean.is_same(layer.running_mean)) layer.running_mean.copy_(mean);
+    if (!variance.is_same(layer.running_var)) layer.running_var.copy_(variance);
   }
   if (layer.residual.defined()) result = (result + layer.residual).to(input.scalar_type());
   return layer.relu ? result.relu() : result;

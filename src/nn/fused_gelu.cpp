@@ -61,13 +61,12 @@ class GeluFunction : public torch::autograd::Function<GeluFunction> {
 };
 
 at::Tensor apply(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
-  if (are_plain(input, bias)) {
-    note_kernel_reads(input, bias);
-    if (is_recorded({input, bias})) return GeluFunction::apply(input, if_defined(bias), form);
-  }
+  const bool plain = are_plain(input, bias);
+  if (plain) note_kernel_reads(input, bias);
+  if (plain && is_recorded({input, bias}))
+    return GeluFunction::apply(input, if_defined(bias), form);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  if (!are_plain(input, bias)) return kernels::ref::gelu(input, bias, form);
-  return kernels::gelu(input, bias, form);
+  return plain ? kernels::gelu(input, bias, form) : kernels::ref::gelu(input, bias, form);
 }
 
 }  // namespace
