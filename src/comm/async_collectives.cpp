@@ -4,6 +4,7 @@
 #include "src/comm/checks.h"
 #include "src/comm/process_group.h"
 #include "src/core/exact_weights.h"
+#include "src/core/unreduced.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/types.h>
@@ -97,6 +98,7 @@ c10::intrusive_ptr<Future> Work::future() const {
 
 Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   check_reducible(*this, tensor, "all_reduce", op);
+  clear_unreduced(tensor);
   if (impl_->process_group == nullptr) return Work::State::completed(tensor);
   std::vector<at::Tensor> tensors{tensor.detach()};
   c10d::AllreduceOptions options;

@@ -7,7 +7,6 @@
 #include "src/comm/ranks.h"
 #include "src/comm/watched_backend.h"
 #include "src/core/exact_weights.h"
-#include "src/core/unreduced.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/types.h>
@@ -54,7 +53,6 @@ void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
   check_reducible(*this, tensor, "all_reduce", op);
   announce(*this, "all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
-  clear_unreduced(tensor);
 }
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
