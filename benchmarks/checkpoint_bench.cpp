@@ -71,11 +71,6 @@ bool is_in_memory(const fs::path& path) {
   return ::statfs(path.c_str(), &status) == 0 && status.f_type == TMPFS_MAGIC;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -149,8 +144,8 @@ int main(int argc, char** argv) {
   const double save_seconds = timings.front().median_seconds;
   for (auto& [name, seconds] : {std::pair{"save_async alone", &stalls},
                                 std::pair{"save_async and wait_for_copy", &stalls_in_background}}) {
-    std::sort(seconds->begin(), seconds->end());
-    timings.push_back({name, seconds->front(), (*seconds)[seconds->size() / 2]});
+    timings.push_back({name, *std::min_element(seconds->begin(), seconds->end()),
+                       semitone::bench::median(*seconds)});
   }
   semitone::bench::print("a checkpoint of ResNet-50", timings, 1e-3, "ms");
 
@@ -180,12 +175,14 @@ int main(int argc, char** argv) {
       times.at(turn).push_back(train(savers.at(turn)));
     }
   }
-  fmt::print("\n{} whole steps of 8 images: {:.0f} ms\n", kSteps, median(times[0]) * 1e3);
+  fmt::print("\n{} whole steps of 8 images: {:.0f} ms\n", kSteps,
+             semitone::bench::median(times[0]) * 1e3);
   const std::array<const char*, 3> names{"", "save_async", "copied in the background"};
   for (std::size_t saver = 1; saver < savers.size(); ++saver) {
     std::vector<double> longer = times.at(saver);
     for (std::size_t i = 0; i < longer.size(); ++i) longer[i] -= times[0][i];
-    fmt::print("  {:<26} {:6.1f} ms longer, {:.1f} % of save\n", names.at(saver),
-               median(longer) * 1e3, median(longer) / save_seconds * 100);
+    const double seconds = semitone::bench::median(longer);
+    fmt::print("  {:<26} {:6.1f} ms longer, {:.1f} % of save\n", names.at(saver), seconds * 1e3,
+               seconds / save_seconds * 100);
   }
 }

@@ -174,12 +174,6 @@ class Observer final : public parallel::CommHook {
   std::vector<Bucket> buckets_;
 };
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values.at(values.size() / 2);
-}
-
 json measure_resnet(const comm::Group& group, int rounds, Images images) {
   const auto alone = resnet_training(group.rank(), images);
   const auto shared = resnet_training(group.rank(), images);
@@ -208,7 +202,7 @@ json measure_resnet(const comm::Group& group, int rounds, Images images) {
       rounds, 1);
   json buckets = json::array();
   for (const auto& bucket : observer->buckets())
-    buckets.push_back({bucket.bytes, median(bucket.seconds)});
+    buckets.push_back({bucket.bytes, semitone::bench::median(bucket.seconds)});
   if (group.rank() == 0) {
     semitone::bench::print(fmt::format("a step of ResNet-50, {} images of {} x {}, SGD",
                                        images.count, images.edge, images.edge),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 
 namespace semitone::bench {
 
@@ -25,11 +26,17 @@ std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rou
   }
   std::vector<Timing> timings;
   for (std::size_t who = 0; who < count; ++who) {
-    auto& times = seconds[who];
-    std::sort(times.begin(), times.end());
-    timings.push_back({contenders[who].name, times.front(), times[times.size() / 2]});
+    const auto& times = seconds[who];
+    timings.push_back(
+        {contenders[who].name, *std::min_element(times.begin(), times.end()), median(times)});
   }
   return timings;
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values.at(values.size() / 2);
 }
 
 void print(const std::string& title, const std::vector<Timing>& timings, double per,

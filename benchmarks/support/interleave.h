@@ -26,6 +26,9 @@ struct Timing {
 std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rounds, int repeats,
                                const std::function<void()>& wait = {});
 
+/// The middle one of the values in order; of two, the larger.
+double median(std::vector<double> values);
+
 /// A table: name, min and median of a call in units of `per` (1e-6: microseconds) and the ratio to
 /// the first contender.
 /// @param divide  number of units of work per call: operators in a chain, steps
