@@ -3,7 +3,7 @@
 # LibTorch's own package file in the Python wheel requires the CUDA toolkit of its build and links NVSHMEM. This module
 # uses libtorch_cpu and libc10 directly. It searches these places, and the first hit counts:
 #   1. SEMITONE_LIBTORCH (CMake or environment): the folder that holds include/ and lib/
-#   2. Torch_DIR, CMAKE_PREFIX_PATH: an unpacked LibTorch or a site-packages/torch
+#   2. Torch_DIR, CMAKE_PREFIX_PATH (CMake, then environment): an unpacked LibTorch or a site-packages/torch
 #   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it
 #   4. LibTorch_BUILT_WITH, which the package file of an installed Semitone sets
 #   5. the torch package of python3
@@ -16,11 +16,15 @@ set(LibTorch_FIRST_TESTED 2.9)
 set(LibTorch_LAST_TESTED 2.15)
 
 set(_candidates ${SEMITONE_LIBTORCH} $ENV{SEMITONE_LIBTORCH})
+set(_library "")
 if(NOT _candidates)
+  # A prefix with the headers alone is not one: Debian's libtorch-dev has its libraries in a folder of the processor.
+  set(_library lib/libtorch_cpu.so)
   if(Torch_DIR)
     list(APPEND _candidates ${Torch_DIR}/../../..)
   endif()
-  foreach(_prefix ${CMAKE_PREFIX_PATH})
+  cmake_path(CONVERT "$ENV{CMAKE_PREFIX_PATH}" TO_CMAKE_PATH_LIST _prefixes)
+  foreach(_prefix ${CMAKE_PREFIX_PATH} ${_prefixes})
     list(APPEND _candidates ${_prefix} ${_prefix}/torch)
   endforeach()
   file(GLOB _deps ${PROJECT_SOURCE_DIR}/.deps/libtorch-*/torch)
@@ -32,7 +36,7 @@ set(_version_headers torch/headeronly/version.h torch/version.h torch/csrc/api/i
 set(LibTorch_ROOT_DIR "")
 foreach(_candidate ${_candidates})
   foreach(_header ${_version_headers})
-    if(NOT LibTorch_ROOT_DIR AND EXISTS ${_candidate}/include/${_header})
+    if(NOT LibTorch_ROOT_DIR AND EXISTS ${_candidate}/include/${_header} AND EXISTS ${_candidate}/${_library})
       file(REAL_PATH ${_candidate} LibTorch_ROOT_DIR)
     endif()
   endforeach()

@@ -75,6 +75,36 @@ expect(${BUILT_WITH} ON 0 "")
 expect(${CMAKE_MATCH_1}.${CMAKE_MATCH_2}.${next_patch} ON 0 "expected LibTorch ${BUILT_WITH}, which Semitone was built with")
 expect(${CMAKE_MATCH_1}.${next_minor}.0 ON 1 "Another release needs a Semitone that was built with it")
 
+# Where the installed Semitone is optional, another release is a message, and the project keeps its own settings.
+file(WRITE ${WORK}/optional/CMakeLists.txt "
+cmake_minimum_required(VERSION 3.25)
+project(parent LANGUAGES NONE)
+set(CMAKE_FIND_LIBRARY_PREFIXES lib)
+set(CMAKE_FIND_LIBRARY_SUFFIXES .so)
+set(CMAKE_MODULE_PATH own)
+find_package(semitone QUIET PATHS ${WORK}/installed NO_DEFAULT_PATH)
+if(semitone_FOUND OR NOT semitone_NOT_FOUND_MESSAGE MATCHES \"got '${CMAKE_MATCH_1}[.]${next_minor}[.]0'\")
+  message(FATAL_ERROR \"found: \${semitone_FOUND}, \${semitone_NOT_FOUND_MESSAGE}\")
+endif()
+if(NOT CMAKE_MODULE_PATH STREQUAL own OR DEFINED LibTorch_BUILT_WITH OR DEFINED LibTorch_REMEDY)
+  message(FATAL_ERROR \"left: \${CMAKE_MODULE_PATH}, \${LibTorch_BUILT_WITH}, \${LibTorch_REMEDY}\")
+endif()
+")
+execute_process(COMMAND ${CMAKE_COMMAND} -S ${WORK}/optional -B ${WORK}/optional/build
+  -DSEMITONE_LIBTORCH=${WORK}/libtorch-${CMAKE_MATCH_1}.${next_minor}.0 OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+
+# A prefix that has LibTorch's headers alone, as /usr with Debian's libtorch-dev, is passed over, also in the environment.
+set(header include/torch/headeronly/version.h)
+file(COPY ${WORK}/libtorch-2.11.0/${header} DESTINATION ${WORK}/headers/include/torch/headeronly)
+function(expect_second_prefix prefix_of_environment prefix_of_cmake)
+  file(REMOVE_RECURSE ${WORK}/build-prefix)
+  execute_process(COMMAND ${CMAKE_COMMAND} -E env --unset=SEMITONE_LIBTORCH CMAKE_PREFIX_PATH=${prefix_of_environment}
+      ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build-prefix -DGOMP=gomp "-DCMAKE_PREFIX_PATH=${prefix_of_cmake}"
+    OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+expect_second_prefix("" "${WORK}/headers;${WORK}/libtorch-2.11.0")
+expect_second_prefix(${WORK}/headers:${WORK}/libtorch-2.11.0 "")
+
 # A folder that is not there is an error, also from the environment: LibTorch is not taken from elsewhere.
 execute_process(COMMAND ${CMAKE_COMMAND} -E env SEMITONE_LIBTORCH=${WORK}/none ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build-none
   RESULT_VARIABLE result ERROR_VARIABLE text OUTPUT_QUIET)
