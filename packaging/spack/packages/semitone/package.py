@@ -24,7 +24,8 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("libpng@1.6:")
     depends_on("zlib-api")
     depends_on("nlohmann-json@3.11:", type="build")
-    depends_on("gloo", type="build")
+    # Headers only; link, since the compiler gets no folders of others.
+    depends_on("gloo", type=("build", "link"))
     depends_on("cli11@2.1:", type="build", when="+program")
     # LibTorch is part of PyTorch's package.
     depends_on("py-torch@2.9: +distributed +gloo", type=("build", "link", "run"))
