@@ -103,7 +103,8 @@ void FusedOptimizer::save(OutputArchive& archive) const {
       if (!is_new || state == nullptr) continue;
       OutputArchive one(archive.compilation_unit());
       one.write("step", c10::IValue(state->step));
-      bool has_tensors = state->master_low.defined();
+      // LibTorch's optimizers take a state under "state" for complete.
+      bool has_tensors = false;
       const std::vector<Slot> names = slots(group.options());
       for (std::size_t k = 0; k < names.size(); ++k) {
         const at::Tensor& tensor = state->tensors[k];

@@ -201,6 +201,25 @@ TEST(FusedSGDFiles, WithoutMomentumAreLibTorchsSgdsBeforeItHasMomentum) {
   EXPECT_EQ(again.steps_of(weight), 1);
 }
 
+// Adam's step takes a state that exists for complete.
+TEST(FusedAdamFiles, OfSplitMastersBeforeTheFirstStepAreLibTorchs) {
+  const at::Tensor weight = torch::ones({3}).to(at::kBFloat16).requires_grad_();
+  optim::FusedAdam fused({weight}, optim::FusedAdamOptions(0.1).split_master(true));
+  fused.set_master(weight, torch::full({3}, 1.001));
+  std::stringstream file;
+  torch::save(fused, file);
+  const at::Tensor wide = torch::ones({3}).requires_grad_();
+  wide.mutable_grad() = torch::ones({3});
+  torch::optim::AdamW plain({wide}, 0.1);
+  torch::load(plain, file);
+  plain.step();
+  EXPECT_LT(wide.max().item<float>(), 1);
+  file.seekg(0);
+  optim::FusedAdam again({weight}, optim::FusedAdamOptions(0.1).split_master(true));
+  torch::load(again, file);
+  EXPECT_TRUE(torch::equal(again.master_of(weight), torch::full({3}, 1.001)));
+}
+
 TEST_P(FusedOptimizers, RefuseFilesWithOptionsOutOfRangeAndChangeNothing) {
   const auto parameters = make_parameters();
   const auto optimizer = GetParam()(parameters);
