@@ -6,12 +6,13 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "src/checkpoint/entry.h"
 #include "src/core/distinct_parameters.h"
+#include "src/core/libtorch_states.h"
 #include "src/core/state_mode.h"
-#include "src/core/widen_state.h"
 
 #include <torch/serialize.h>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <memory>
 #include <optional>
@@ -78,7 +79,9 @@ class OptimizerEntry final : public Entry {
       for (auto& [parameter, state] : optimizer_.state()) all[parameter] = std::move(state);
     }
     std::swap(all, optimizer_.state());
+    require_fitting_states();
     widen_states();
+    add_initial_states(optimizer_);
   }
 
   // Without a copy: loading makes new states.
@@ -136,6 +139,31 @@ class OptimizerEntry final : public Entry {
       }
     }
     std::swap(others, optimizer_.state());
+  }
+
+  // LibTorch's load() compares nothing but the number of parameters.
+  void require_fitting_states() {
+    constexpr auto kRemedy =
+        "construct the optimizer with the saved run's parameters, in the same order";
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+        if (state == optimizer_.state().end()) continue;
+        if (state->second == nullptr) {
+          throw FileError("checkpoint.resume",
+                          fmt::format("a state of its own for each parameter of '{}'", name()),
+                          "one of two parameters, which were one tensor in the saved run", kRemedy);
+        }
+        for (const at::Tensor& tensor : elementwise_tensors(*state->second)) {
+          if (tensor.sizes() == parameter.sizes()) continue;
+          throw FileError("checkpoint.resume",
+                          fmt::format("the state of a parameter of shape [{}] in '{}'",
+                                      fmt::join(parameter.sizes(), ", "), name()),
+                          fmt::format("one of shape [{}]", fmt::join(tensor.sizes(), ", ")),
+                          kRemedy);
+        }
+      }
+    }
   }
 
   // A run at O3 has saved 16-bit state. A parameter that is fp32 here needs it in fp32: in bf16,

@@ -5,6 +5,7 @@
 #include "semitone/core/events.h"
 #include "src/comm/process_group.h"
 #include "src/core/distinct_parameters.h"
+#include "src/core/libtorch_states.h"
 #include "src/parallel/agreement.h"
 
 #include <torch/optim/lbfgs.h>
@@ -290,7 +291,15 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   {
     const events::PhaseScope phase(events::Phase::optimizer);
     const LentState lent(*local_, state_);
-    local_->step();
+    add_initial_states(*local_);
+    try {
+      local_->step();
+    } catch (...) {
+      // Otherwise the others would wait for this rank's parameters.
+      if (group_.size() > 1)
+        group_.impl()->watch->report_lost("left an optimizer's step by an exception");
+      throw;
+    }
   }
   for (int owner = 0; owner < group_.size(); ++owner) {
     const auto& share = shares_[static_cast<std::size_t>(owner)];

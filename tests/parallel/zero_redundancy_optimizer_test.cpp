@@ -20,6 +20,7 @@
 
 #include <csignal>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -317,6 +318,30 @@ TEST(ZeroErrors, NameARankThatIsLostInAStep) {
       options);
   for (const std::size_t rank : {0u, 2u})
     EXPECT_THAT(results[rank].reports, ::testing::ElementsAre("lost"));
+}
+
+TEST(ZeroErrors, NameARankWhoseStepThrows) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    std::vector<at::Tensor> parameters{torch::ones({4}).requires_grad_(),
+                                       torch::ones({4}).requires_grad_()};
+    for (at::Tensor& parameter : parameters) parameter.mutable_grad() = torch::ones({4});
+    ZeroRedundancyOptimizer optimizer(parameters, adam(), group);
+    // One rank owns it, and only that one looks at it.
+    parameters[1].mutable_grad() = torch::ones({4}).to_sparse();
+    try {
+      optimizer.step();
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("left an optimizer's step by an exception"));
+      rank.report("told");
+    } catch (const std::exception&) {
+      rank.report("threw");
+    }
+  });
+  std::vector<std::string> reports;
+  for (const auto& result : results)
+    reports.insert(reports.end(), result.reports.begin(), result.reports.end());
+  EXPECT_THAT(reports, ::testing::UnorderedElementsAre("told", "threw"));
 }
 
 TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {

@@ -4,6 +4,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/fused_adagrad.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "tests/parallel/models.h"
 #include "tests/parallel/zero_fixture.h"
@@ -206,6 +207,27 @@ TEST_P(ZeroStateOfTiedWeights, Resumes) {
 }
 // LibTorch's SGD with momentum, and FusedAdam.
 INSTANTIATE_TEST_SUITE_P(ZeroState, ZeroStateOfTiedWeights, ::testing::Values(0U, 3U));
+
+// LibTorch's Adagrad makes its state in the constructor, and its step needs it.
+TEST(ZeroState, OfAdagradIsMadeForParametersThatTheFileLacks) {
+  at::Tensor head = torch::ones({2}).requires_grad_();
+  at::Tensor body = torch::ones({3}).requires_grad_();
+  head.mutable_grad() = torch::ones({2});
+  optim::FusedAdagrad fused({head, body}, optim::FusedAdagradOptions(0.1));
+  fused.step();
+  std::stringstream file;
+  torch::save(fused, file);
+  run_ranks(2, [&](Rank&) {
+    const auto group = comm::init();
+    ZeroRedundancyOptimizer optimizer(
+        std::vector<at::Tensor>{head, body},
+        factory<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.1)), group);
+    torch::load(optimizer, file);
+    body.mutable_grad() = torch::ones({3});
+    optimizer.step();
+    EXPECT_TRUE(torch::allclose(body, torch::full({3}, 0.9)));
+  });
+}
 
 TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   Net model = seeded<Net>(1);

@@ -1,0 +1,74 @@
+#include "src/core/libtorch_states.h"
+
+#include "semitone/core/dtype.h"
+
+#include <ATen/ops/full_like.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <utility>
+
+namespace semitone {
+namespace {
+
+void widen_tensor(at::Tensor& tensor) {
+  if (tensor.defined() && is_16bit(tensor.scalar_type())) tensor = tensor.to(at::kFloat);
+}
+
+// Of one element for each of the parameter.
+std::vector<at::Tensor*> elementwise(torch::optim::OptimizerParamState& state) {
+  if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state))
+    return {&sgd->momentum_buffer()};
+  if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state))
+    return {&adam->exp_avg(), &adam->exp_avg_sq(), &adam->max_exp_avg_sq()};
+  if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state))
+    return {&adamw->exp_avg(), &adamw->exp_avg_sq(), &adamw->max_exp_avg_sq()};
+  if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state))
+    return {&rmsprop->square_avg(), &rmsprop->momentum_buffer(), &rmsprop->grad_avg()};
+  if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state))
+    return {&adagrad->sum()};
+  return {};
+}
+
+}  // namespace
+
+void widen_state(torch::optim::OptimizerParamState& state) {
+  for (at::Tensor* const tensor : elementwise(state)) widen_tensor(*tensor);
+  if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
+    for (at::Tensor* const tensor : {&lbfgs->d(), &lbfgs->H_diag(), &lbfgs->prev_flat_grad()})
+      widen_tensor(*tensor);
+    for (auto* const history : {&lbfgs->old_dirs(), &lbfgs->old_stps(), &lbfgs->ro()}) {
+      for (at::Tensor& tensor : *history) widen_tensor(tensor);
+    }
+  }
+}
+
+std::vector<at::Tensor> elementwise_tensors(torch::optim::OptimizerParamState& state) {
+  std::vector<at::Tensor> tensors;
+  for (const at::Tensor* const tensor : elementwise(state)) {
+    if (tensor->defined()) tensors.push_back(*tensor);
+  }
+  return tensors;
+}
+
+void add_initial_states(torch::optim::Optimizer& optimizer) {
+  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer) == nullptr) return;
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+    for (const at::Tensor& parameter : group.params()) {
+      auto& state = optimizer.state()[parameter.unsafeGetTensorImpl()];
+      if (state != nullptr) continue;
+      auto made = std::make_unique<torch::optim::AdagradParamState>();
+      made->step(0);
+      made->sum(at::full_like(parameter.detach(), options.initial_accumulator_value()));
+      state = std::move(made);
+    }
+  }
+}
+
+}  // namespace semitone
