@@ -15,6 +15,8 @@
 #include <cmath>
 #include <fstream>
 #include <limits>
+#include <optional>
+#include <set>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -97,7 +99,15 @@ OrderedJson to_json(const std::vector<FileRecord>& records) {
 
 std::vector<FileRecord> records_from(const Json& files) {
   std::vector<FileRecord> records;
-  for (const Json& file : files) records.push_back(record_from(file));
+  // A file that occurs a million times would be verified as often.
+  std::set<std::pair<std::string, std::optional<int>>> seen;
+  for (const Json& file : files) {
+    records.push_back(record_from(file));
+    const FileRecord& record = records.back();
+    if (seen.emplace(record.name, record.rank).second) continue;
+    throw DamageError(kManifestComponent, "each file once",
+                      fmt::format("two of '{}'", record.name.substr(0, 100)));
+  }
   return records;
 }
 

@@ -51,6 +51,14 @@ TEST(Manifest, NamesNoFileOutsideOfItsDirectory) {
   }
 }
 
+TEST(Manifest, NamesEachFileOnce) {
+  Json json = manifest();
+  json["files"].push_back(json["files"][0]);
+  expect_refused(json, "each file once");
+  json["files"][1]["rank"] = 1;
+  EXPECT_EQ(parse_manifest("manifest.json", signed_text(json)).files.size(), 2U);
+}
+
 TEST(Manifest, NumbersMustBeIntegersWithinTheirLimits) {
   const auto refused = [](const char* key, const Json& value) {
     Json json = manifest();
