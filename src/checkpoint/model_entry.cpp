@@ -128,6 +128,11 @@ class OwnMemory {
     const at::NoGradGuard no_grad;
     for (auto& [tensor, memory] : kept_) {
       const at::Tensor loaded = tensor.variable_data();
+      if (loaded.sizes() != memory.sizes()) {  // copy_values() would repeat a single number
+        throw FileError("checkpoint.resume",
+                        fmt::format("a tensor of shape [{}]", fmt::join(memory.sizes(), ", ")),
+                        fmt::format("[{}]", fmt::join(loaded.sizes(), ", ")));
+      }
       set_memory(tensor, memory);
       copy_values(tensor, loaded);
     }

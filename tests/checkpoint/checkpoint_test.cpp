@@ -2,6 +2,8 @@
 
 #include "semitone/checkpoint.h"
 
+#include "semitone/amp/divergence_guard.h"
+#include "semitone/core/error.h"
 #include "semitone/optim.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "tests/checkpoint/training.h"
@@ -346,6 +348,52 @@ TYPED_TEST(CheckpointOfTiedWeights, RestoresTheStateOfAParameterThatOccursTwice)
   EXPECT_EQ(optimizer.state().size(), 1);
   train(weight, optimizer);
   EXPECT_TRUE(same_bits(weight.detach(), want));
+}
+
+// As docs/training_loop.md says.
+TEST(Checkpoint, IsLoadedByADivergenceGuardAfterTheUpdateOfAGradScaler) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(3, 2);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  amp::GradScaler scaler(amp::LossScaleOptions().init_scale(4));
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("net", net).add("sgd", sgd).add("scaler", scaler);
+  checkpoint.save(1);
+  const auto before = semitone::test::copies(net->parameters());
+  amp::DivergenceGuard guard(
+      amp::DivergenceGuardOptions().rollback([&](const DivergedError&) { checkpoint.resume(); }));
+  scaler.scale(net(torch::ones({4, 3})).sum()).backward();
+  const auto step = scaler.step(sgd);
+  scaler.update();
+  EXPECT_FALSE(same_bits(semitone::test::copies(net->parameters()), before));
+  const at::Tensor loss = torch::full({}, std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(guard.observe(loss, step), amp::DivergenceGuard::Observed::rolled_back);
+  EXPECT_TRUE(same_bits(semitone::test::copies(net->parameters()), before));
+  scaler.scale(net(torch::ones({4, 3})).sum()).backward();
+  scaler.step(sgd);
+  scaler.update();
+}
+
+// LibTorch's Adagrad makes its state in the constructor, and a FusedAdagrad with the first gradient.
+TEST(Checkpoint, OfAFusedAdagradContinuesWithLibTorchs) {
+  const TemporaryFolder folder;
+  at::Tensor head = torch::ones({2}).requires_grad_();
+  at::Tensor body = torch::ones({3}).requires_grad_();
+  head.mutable_grad() = torch::ones({2});
+  optim::FusedAdagrad fused({head, body}, optim::FusedAdagradOptions(0.1));
+  fused.step();
+  Checkpoint(folder / "run").add("optimizer", fused).save(1);
+  torch::optim::Adagrad plain({head, body},
+                              torch::optim::AdagradOptions(0.1).initial_accumulator_value(0.5));
+  Checkpoint reader(folder / "run");
+  reader.add("optimizer", plain);
+  EXPECT_EQ(reader.resume(), 1);
+  body.mutable_grad() = torch::ones({3});
+  const at::Tensor before = head.detach().clone();
+  plain.step();
+  // The second step of the one, and the first one of the other.
+  EXPECT_TRUE(torch::allclose(head, before - 0.1 / std::sqrt(2)));
+  EXPECT_TRUE(torch::allclose(body, torch::full({3}, 0.9)));
 }
 
 // A program that looks at the validation loss in InferenceMode, and goes back.

@@ -13,8 +13,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace semitone::checkpoint::test {
 namespace misfit {
@@ -37,6 +39,90 @@ TEST(CheckpointMisfit, OfAnIntegerIsRefused) {
   EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
               AllOf(HasSubstr("-128 to 127"), HasSubstr("'value'"), HasSubstr("300")));
   EXPECT_EQ(narrow, 5);
+}
+
+// LibTorch's load() gives one of the two parameters no state, without a word.
+TEST(CheckpointMisfit, OfTiedWeightsThatAreNoLongerTiedIsRefused) {
+  const TemporaryFolder folder;
+  const auto stepped = [](const std::vector<at::Tensor>& parameters) {
+    for (at::Tensor parameter : parameters) parameter.mutable_grad() = torch::ones({3});
+    torch::optim::AdamW optimizer(parameters, 0.1);
+    optimizer.step();
+    return optimizer;
+  };
+  const at::Tensor tied = torch::ones({3}).requires_grad_();
+  torch::optim::AdamW saved = stepped({tied, tied});
+  Checkpoint(folder / "run").add("adam", saved).save(1);
+  const at::Tensor in = torch::ones({3}).requires_grad_();
+  const at::Tensor out = torch::ones({3}).requires_grad_();
+  torch::optim::AdamW untied = stepped({in, out});
+  const at::Tensor before =
+      static_cast<torch::optim::AdamWParamState&>(*untied.state().at(out.unsafeGetTensorImpl()))
+          .exp_avg()
+          .clone();
+  Checkpoint reader(folder / "run");
+  reader.add("adam", untied);
+  EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+              AllOf(HasSubstr("a state of its own for each parameter of 'adam'"),
+                    HasSubstr("which were one tensor in the saved run")));
+  EXPECT_TRUE(torch::equal(
+      static_cast<torch::optim::AdamWParamState&>(*untied.state().at(out.unsafeGetTensorImpl()))
+          .exp_avg(),
+      before));
+  untied.step();
+}
+
+// It would be noticed in the first step only, after which a part of the parameters has changed.
+template <typename Optimizer>
+class MisfitOfStates : public ::testing::Test {};
+using LibTorchsOptimizers =
+    ::testing::Types<torch::optim::Adam, torch::optim::AdamW, torch::optim::RMSprop,
+                     torch::optim::Adagrad, torch::optim::SGD>;
+TYPED_TEST_SUITE(MisfitOfStates, LibTorchsOptimizers);
+
+TYPED_TEST(MisfitOfStates, InAnotherOrderIsRefused) {
+  const TemporaryFolder folder;
+  const at::Tensor weight = torch::ones({2, 3}).requires_grad_();
+  const at::Tensor bias = torch::ones({3}).requires_grad_();
+  for (at::Tensor parameter : {weight, bias})
+    parameter.mutable_grad() = torch::ones_like(parameter);
+  const auto momentum = [](torch::optim::Optimizer& optimizer) {
+    auto* const options =
+        dynamic_cast<torch::optim::SGDOptions*>(&optimizer.param_groups()[0].options());
+    if (options != nullptr) options->momentum(0.9);
+  };
+  TypeParam saved({weight, bias}, 0.1);
+  momentum(saved);
+  saved.step();
+  Checkpoint(folder / "run").add("optimizer", saved).save(1);
+  TypeParam other({bias, weight}, 0.1);
+  momentum(other);
+  other.step();
+  Checkpoint reader(folder / "run");
+  reader.add("optimizer", other);
+  EXPECT_THAT(
+      message_of<FileError>([&] { reader.resume(); }),
+      AllOf(HasSubstr(
+                "the state of a parameter of shape [3] in 'optimizer', got one of shape [2, 3]"),
+            HasSubstr("in the same order")));
+  other.step();  // with the state from before
+}
+
+// A module's own load() may do what it wants.
+TEST(CheckpointMisfit, OfATensorOfAnotherShapeIsNotRepeated) {
+  struct OneNumber : torch::nn::Module {
+    OneNumber() : weight(register_parameter("weight", torch::ones({3}))) {}
+    void load(torch::serialize::InputArchive&) override { weight.set_data(torch::zeros({1})); }
+    at::Tensor weight;
+  };
+  const TemporaryFolder folder;
+  const auto module = std::make_shared<OneNumber>();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("module", *module);
+  checkpoint.save(1);
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(); }),
+              HasSubstr("expected a tensor of shape [3], got [1]"));
+  EXPECT_TRUE(torch::equal(module->weight, torch::ones({3})));
 }
 
 TEST(CheckpointMisfit, OfAnotherArchitectureNamesTheFirstParameterAndChangesNothing) {
