@@ -44,7 +44,9 @@ struct DivergenceGuardOptions {
   TORCH_ARG(Agree, agree);
   /// Called with the error instead of throwing it, for example to load the last checkpoint with
   /// checkpoint::Checkpoint::resume(). If inspect() is called between backward and step, it first has
-  /// to drop the gradients with MixedPrecision::zero_grad(). Its exceptions propagate. Default: none.
+  /// to drop the gradients with MixedPrecision::zero_grad(). Observe the step of a GradScaler after
+  /// its update(): a checkpoint loads a scaler between two iterations. Its exceptions propagate.
+  /// Default: none.
   TORCH_ARG(Rollback, rollback);
   /// Number of calls of rollback after which the error is thrown, at least 1. Default 3.
   TORCH_ARG(std::int64_t, max_rollbacks) = 3;
