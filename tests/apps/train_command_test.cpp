@@ -418,7 +418,7 @@ TEST_F(CliTest, AParentThatIgnoresItsChildrenDoesNotMatter) {
 TEST_F(CliTest, TrainsOnCifar) {
   const test::TemporaryFolder cifar;
   test::write_cifar10(cifar.path(), 40, 10);
-  for (const char* const model : {"convnet", "resnet18"}) {
+  for (const char* const model : {"convnet", "resnet18", "resnet50", "vit"}) {
     const ProcessResult finished =
         run_semitone({"train", "--data", cifar.path().string(), "--model", model, "--batch-size",
                       "20", "--threads", "1", "--opt-level", "O0", "--lr", "0.01"});
