@@ -15,6 +15,9 @@ if(EXISTS ${BUILD}/apps/pages)  # not in a build with sanitizers
   list(APPEND installed man/man1/semitone.1 man/man1/semitone-train.1 bash-completion/completions/semitone
     zsh/site-functions/_semitone fish/vendor_completions.d/semitone.fish)
 endif()
+if(EXISTS /usr/share/doc/nlohmann-json3-dev/copyright)
+  list(APPEND installed doc/semitone/licences/nlohmann-json3-dev)
+endif()
 foreach(name ${installed})
   if(NOT EXISTS ${WORK}/prefix/share/${name})
     message(FATAL_ERROR "expected ${name} in ${WORK}/prefix/share")
