@@ -1,6 +1,7 @@
 """Conan 2 recipe of Semitone: docs/packages.md.
 
-LibTorch is not among Conan's packages: the environment variable SEMITONE_LIBTORCH names its folder.
+LibTorch is not among Conan's packages: the environment variable SEMITONE_LIBTORCH names its folder. Its release is an option,
+and so part of the package's id.
 """
 import os
 import re
@@ -9,9 +10,29 @@ from conan import ConanFile
 from conan.errors import ConanInvalidConfiguration
 from conan.tools.build import check_min_cppstd
 from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain
-from conan.tools.files import copy, load
+from conan.tools.files import copy, load, save
 
 ROOT = os.path.join("..", "..")
+PACKAGE_FILES = os.path.join("lib", "cmake", "semitone")
+# Conan's Highway has another name than its own package file for CMake.
+HIGHWAY = """include(CMakeFindDependencyMacro)
+find_dependency(highway)
+if(NOT TARGET hwy::hwy)
+  add_library(hwy::hwy ALIAS highway::hwy)
+endif()
+"""
+
+
+def libtorch_in(folder):
+    """Such as '2.11.0' or '2.11.0-cuda'."""
+    for header in ["headeronly/version.h", "version.h", "csrc/api/include/torch/version.h"]:
+        path = os.path.join(folder, "include", "torch", header)
+        text = open(path).read() if os.path.exists(path) else ""
+        numbers = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text)
+        if len(numbers) == 3:
+            cuda = os.path.exists(os.path.join(folder, "lib", "libtorch_cuda.so"))
+            return ".".join(numbers) + ("-cuda" if cuda else "")
+    raise ConanInvalidConfiguration(f"expected the folder of a LibTorch in SEMITONE_LIBTORCH, got '{folder}'")
 
 
 class SemitoneConan(ConanFile):
@@ -26,8 +47,10 @@ class SemitoneConan(ConanFile):
         # fmt, spdlog, Highway, nlohmann/json, libjpeg-turbo, libpng, zlib and CLI11 of the system, in place of Conan's.
         # Gloo's headers are always those of the system, for example of Debian's libgloo-dev.
         "system_libraries": [True, False],
+        # Taken from SEMITONE_LIBTORCH.
+        "libtorch": [None, "ANY"],
     }
-    default_options = {"shared": False, "program": False, "system_libraries": False}
+    default_options = {"shared": False, "program": False, "system_libraries": False, "libtorch": None}
 
     def set_version(self):
         text = load(self, os.path.join(self.recipe_folder, ROOT, "CMakeLists.txt"))
@@ -38,11 +61,15 @@ class SemitoneConan(ConanFile):
         for pattern in ["CMakeLists.txt", "LICENSE", "THIRD_PARTY.md", "apps/*", "cmake/*", "include/*", "src/*"]:
             copy(self, pattern, root, self.export_sources_folder)
 
+    def configure(self):
+        if os.environ.get("SEMITONE_LIBTORCH"):
+            self.options.libtorch = libtorch_in(os.environ["SEMITONE_LIBTORCH"])
+
     def requirements(self):
         if self.options.system_libraries:
             return
+        self.requires("spdlog/[>=1.10 <2]")  # first: it decides the release of fmt
         self.requires("fmt/[>=9 <13]")
-        self.requires("spdlog/[>=1.10 <2]")
         self.requires("highway/[>=1.0.3 <2]")
         self.requires("libjpeg-turbo/[>=2.1 <4]")
         self.requires("libpng/[>=1.6 <2]")
@@ -55,6 +82,8 @@ class SemitoneConan(ConanFile):
         if self.settings.os != "Linux" or self.settings.arch != "x86_64":
             raise ConanInvalidConfiguration(f"expected Linux on x86_64, got {self.settings.os} on {self.settings.arch}")
         check_min_cppstd(self, 20)
+        if not os.environ.get("SEMITONE_LIBTORCH"):
+            raise ConanInvalidConfiguration("expected the folder of a LibTorch in SEMITONE_LIBTORCH, got nothing")
 
     def layout(self):
         self.folders.root = ROOT
@@ -63,13 +92,10 @@ class SemitoneConan(ConanFile):
         self.folders.generators = os.path.join("build", "conan")
 
     def generate(self):
-        libtorch = os.environ.get("SEMITONE_LIBTORCH")
-        if not libtorch:
-            raise ConanInvalidConfiguration("expected the folder of a LibTorch in SEMITONE_LIBTORCH, got nothing")
         toolchain = CMakeToolchain(self)
         toolchain.user_presets_path = False
         toolchain.cache_variables.update({
-            "SEMITONE_LIBTORCH": libtorch,
+            "SEMITONE_LIBTORCH": os.environ["SEMITONE_LIBTORCH"],
             "SEMITONE_LIBRARY": "SHARED" if self.options.shared else "STATIC",
             "SEMITONE_APPS": bool(self.options.program),
             **{f"SEMITONE_{part}": False for part in ["TESTS", "EXAMPLES", "BENCHMARKS", "WERROR"]},
@@ -77,7 +103,10 @@ class SemitoneConan(ConanFile):
             "CMAKE_UNITY_BUILD_BATCH_SIZE": "16",
         })
         toolchain.generate()
-        CMakeDeps(self).generate()
+        dependencies = CMakeDeps(self)
+        dependencies.set_property("highway", "cmake_file_name", "hwy")
+        dependencies.set_property("highway::hwy", "cmake_target_name", "hwy::hwy")
+        dependencies.generate()
 
     def build(self):
         cmake = CMake(self)
@@ -87,9 +116,11 @@ class SemitoneConan(ConanFile):
     def package(self):
         # Not by CMake(self), so that `conan export-pkg` takes a build folder that was not configured by Conan.
         self.run(f'cmake --install "{self.build_folder}" --prefix "{self.package_folder}"')
+        if not self.options.system_libraries:
+            save(self, os.path.join(self.package_folder, PACKAGE_FILES, "hwy-config.cmake"), HIGHWAY)
 
     def package_info(self):
         # Semitone's own package file.
         self.cpp_info.set_property("cmake_find_mode", "none")
-        self.cpp_info.builddirs = [os.path.join("lib", "cmake", "semitone")]
+        self.cpp_info.builddirs = [PACKAGE_FILES]
         self.cpp_info.libs = ["semitone"] if self.options.shared else []
