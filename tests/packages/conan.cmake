@@ -31,8 +31,8 @@ function(package_and_test)
 endfunction()
 package_and_test(-o "semitone/*:system_libraries=True")
 
-# With Conan's libraries, for which there are stand-ins here: the recipes' names and requirements. Each has a folder with the
-# package file for CMake, and hwy-config.cmake must not be the system's.
+# With stand-ins for Conan's libraries: their names for CMake, and the order of requirements (of two releases of fmt, spdlog takes
+# one). hwy-config.cmake must not be the system's.
 foreach(library fmt/9.1.0 fmt/12.0.0 spdlog/1.15.0 highway/1.2.0 libjpeg-turbo/3.1.0 libpng/1.6.50 zlib/1.3.1 nlohmann_json/3.12.0)
   string(REPLACE "/" ";" library ${library})
   list(GET library 0 name)

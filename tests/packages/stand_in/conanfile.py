@@ -1,15 +1,15 @@
 """A library of the system, under the names for CMake that its package in Conan Center has: conan create . --name=fmt --version=9.1.0"""
 from conan import ConanFile
 
-# The package file, the target, and the library.
+# The package file, the target, the library, and macros: of the compiled library, as in the system's package files.
 NAMES = {
-    "fmt": ("fmt", "fmt::fmt", "fmt"),
-    "spdlog": ("spdlog", "spdlog::spdlog", "spdlog"),
-    "highway": (None, None, "hwy"),
-    "libjpeg-turbo": ("JPEG", "JPEG::JPEG", "jpeg"),
-    "libpng": ("PNG", "PNG::PNG", "png"),
-    "zlib": ("ZLIB", "ZLIB::ZLIB", "z"),
-    "nlohmann_json": ("nlohmann_json", "nlohmann_json::nlohmann_json", None),
+    "fmt": ("fmt", "fmt::fmt", "fmt", ["FMT_SHARED"]),
+    "spdlog": ("spdlog", "spdlog::spdlog", "spdlog", ["SPDLOG_COMPILED_LIB", "SPDLOG_FMT_EXTERNAL"]),
+    "highway": (None, None, "hwy", []),
+    "libjpeg-turbo": ("JPEG", "JPEG::JPEG", "jpeg", []),
+    "libpng": ("PNG", "PNG::PNG", "png", []),
+    "zlib": ("ZLIB", "ZLIB::ZLIB", "z", []),
+    "nlohmann_json": ("nlohmann_json", "nlohmann_json::nlohmann_json", None, []),
 }
 
 
@@ -21,15 +21,12 @@ class StandIn(ConanFile):
             self.requires("fmt/9.1.0")  # exactly, as in Conan Center
 
     def package_info(self):
-        self.cpp_info.includedirs = []
-        self.cpp_info.libdirs = []
-        file, target, library = NAMES[self.name]
-        info = self.cpp_info.components["hwy"] if self.name == "highway" else self.cpp_info
+        file, target, library, macros = NAMES[self.name]
+        info = self.cpp_info if file else self.cpp_info.components[library]
         info.includedirs = []
         info.libdirs = []
         info.system_libs = [library] if library else []
+        info.defines = macros
         if file:
-            self.cpp_info.set_property("cmake_file_name", file)
-            self.cpp_info.set_property("cmake_target_name", target)
-        if self.name in ("fmt", "spdlog"):  # as the system's package files: compiled, not headers only
-            self.cpp_info.defines = [{"fmt": "FMT_SHARED", "spdlog": "SPDLOG_COMPILED_LIB"}[self.name], "SPDLOG_FMT_EXTERNAL"]
+            info.set_property("cmake_file_name", file)
+            info.set_property("cmake_target_name", target)
