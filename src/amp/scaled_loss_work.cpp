@@ -138,7 +138,12 @@ void ScaledLoss::Work::finish(const Elsewhere& there) {
   for (const at::Tensor& parameter : there.without_gradient) {
     const at::Tensor& grad = parameter.grad();
     if (!grad.defined()) continue;
-    if (is_unreduced(grad)) return;  // ranks add to it where it is
+    if (is_unreduced(grad)) {  // the pass that reduces it adds scaled gradients to it
+      throw Error("amp.mixed_precision.scale_loss",
+                  "models whose gradients are accumulated in no_sync() in one call of initialize",
+                  "one of another, through which the loss has gone too",
+                  "pass all models of the loss to initialize together");
+    }
     scaled.emplace_back(parameter, grad);
   }
   // A hook is called on all ranks, or on none.
@@ -167,12 +172,14 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
     Impl::take_unscaled_gradients(record);
     if (record.masters.has_value()) {
       record.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
-        if (!is_unreduced(master.grad())) return;
+        const UnreducedMark mark = unreduced_mark(master.grad());
+        // A local pass adds to it in fp32, as without several ranks.
+        if (mark == nullptr || mark->is_local) return;
         mixed->set_aside[parameter.unsafeGetTensorImpl()] = {parameter, master.grad(), master,
                                                              true};
         parameter.mutable_grad() = scaled_again(parameter, master.grad(), inverse);
         master.mutable_grad().reset();
-        mark_unreduced(parameter.grad());
+        mark_unreduced(parameter.grad(), mark);
       });
     }
   }
@@ -184,8 +191,9 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
     place->second = {parameter, kept(grad), {}, is_unreduced(grad), {}};
     if (is_part(grad)) place->second.place = grad;
     if (!place->second.also_inside) return grad.reset();
+    const UnreducedMark mark = unreduced_mark(grad);
     grad = scaled_again(parameter, grad, inverse);
-    mark_unreduced(grad);
+    mark_unreduced(grad, mark);
   });
 }
 
@@ -218,8 +226,9 @@ void ScaledLoss::Work::begin_free() {
     at::Tensor& grad = parameter.mutable_grad();
     SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
     if (before.also_inside) {
+      const UnreducedMark mark = unreduced_mark(grad);
       grad = scaled_again(parameter, grad, inverse);
-      mark_unreduced(grad);
+      mark_unreduced(grad, mark);
     } else {
       grad.reset();
     }
@@ -247,9 +256,9 @@ void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
     if (is_part(grad) || grad.requires_grad() || grad.layout() != at::kStrided ||
         grad.scalar_type() != place.scalar_type() || grad.sizes() != place.sizes())
       return;
-    const bool own = is_unreduced(grad);
+    const UnreducedMark mark = unreduced_mark(grad);
     grad = place.copy_(grad);
-    own ? mark_unreduced(grad) : clear_unreduced(grad);
+    mark != nullptr ? mark_unreduced(grad, mark) : clear_unreduced(grad);
   });
 }
 
@@ -322,19 +331,19 @@ void ScaledLoss::Work::finish(Other& other) {
 
 void ScaledLoss::Work::finish_free() {
   Gradients pass(inverse);
-  std::vector<at::Tensor> unreduced;
+  std::vector<std::pair<at::Tensor, UnreducedMark>> unreduced;
   for (const SetAside& before : free) {
     at::Tensor& grad = before.parameter.mutable_grad();
     if (leaves_others_alone()) {
       grad = before.grad;
       continue;
     }
-    if (is_unreduced(grad)) unreduced.push_back(before.parameter);
+    if (auto mark = unreduced_mark(grad)) unreduced.emplace_back(before.parameter, std::move(mark));
     pass.unscale(before.parameter, before.also_inside ? at::Tensor() : before.grad);
   }
   std::vector<at::Tensor> ignored;  // no step to skip
   pass.run(ignored);
-  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
+  for (const auto& [parameter, mark] : unreduced) mark_unreduced(parameter.grad(), mark);
   free.clear();
 }
 

@@ -3,6 +3,7 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/core/unreduced.h"
 
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -14,21 +15,25 @@ class UnreducedMarks {
   explicit UnreducedMarks(const MixedPrecision::Impl::OptimizerRecord& record) {
     if (record.masters.has_value()) {
       record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
-        if (is_unreduced(parameter.grad()) || is_unreduced(master.grad()))
-          holders_.push_back(master);
+        auto mark = unreduced_mark(parameter.grad());
+        add(master, mark != nullptr ? std::move(mark) : unreduced_mark(master.grad()));
       });
     }
-    record.for_each_without_master([&](const at::Tensor& leaf) {
-      if (is_unreduced(leaf.grad())) holders_.push_back(leaf);
-    });
+    record.for_each_without_master(
+        [&](const at::Tensor& leaf) { add(leaf, unreduced_mark(leaf.grad())); });
   }
   bool empty() const { return holders_.empty(); }
   void restore() const {
-    for (const at::Tensor& holder : holders_) mark_unreduced(holder.grad());
+    for (const auto& [holder, mark] : holders_) mark_unreduced(holder.grad(), mark);
   }
 
  private:
-  std::vector<at::Tensor> holders_;  // the tensors that hold them once they are unscaled
+  void add(const at::Tensor& holder, UnreducedMark mark) {
+    if (mark != nullptr) holders_.emplace_back(holder, std::move(mark));
+  }
+
+  // The tensors that hold them once they are unscaled.
+  std::vector<std::pair<at::Tensor, UnreducedMark>> holders_;
 };
 
 }  // namespace semitone::amp

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 namespace semitone {
 namespace {
 
@@ -11,6 +13,7 @@ using Hook = torch::autograd::hooks_list::value_type;
 // An entry in a tensor's list of hooks, which are never called for a gradient that needs no
 // gradient.
 struct Unreduced {
+  UnreducedMark mark;
   at::TensorBase operator()(const at::TensorBase& gradient) const { return gradient; }
 };
 
@@ -27,19 +30,24 @@ Hook* find(const at::Tensor& gradient) {
 
 }  // namespace
 
-void mark_unreduced(const at::Tensor& gradient) {
-  if (!gradient.defined() || is_unreduced(gradient)) return;
+void mark_unreduced(const at::Tensor& gradient, UnreducedMark mark) {
+  if (!gradient.defined() || mark == nullptr) return;
+  if (Hook* const hook = find(gradient)) {
+    hook->target<Unreduced>()->mark = std::move(mark);
+    return;
+  }
   auto* meta = torch::autograd::impl::materialize_autograd_meta(gradient);
   if (meta->cpp_hooks_list_ == nullptr) torch::autograd::impl::create_cpp_hook(gradient);
-  meta->cpp_hooks_list_->emplace_back(Unreduced());
+  meta->cpp_hooks_list_->emplace_back(Unreduced{std::move(mark)});
 }
 
 void clear_unreduced(const at::Tensor& gradient) {
   if (Hook* hook = find(gradient)) *hook = nullptr;
 }
 
-bool is_unreduced(const at::Tensor& gradient) {
-  return find(gradient) != nullptr;
+UnreducedMark unreduced_mark(const at::Tensor& gradient) {
+  Hook* const hook = find(gradient);
+  return hook == nullptr ? nullptr : hook->target<Unreduced>()->mark;
 }
 
 }  // namespace semitone

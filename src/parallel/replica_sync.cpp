@@ -14,6 +14,7 @@
 #include "src/parallel/send_weights.h"
 
 #include <c10/util/DimVector.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -222,9 +223,13 @@ struct ReplicaSync::Impl {
   // What happens to the gradients of the last forward.
   enum class Mode {
     idle,    // all is done: no gradients are expected
-    local,   // accumulation; with delay_allreduce until the end of the next backward pass
+    local,   // accumulation, until the end of the next backward pass
     reduced  // under way
   };
+  void set_mode(Mode next) {
+    mode = next;
+    next_pass->is_local = mode == Mode::local;
+  }
   struct Joining {
     JoinOptions options;
     std::int64_t live = 0;   // ranks that have input
@@ -240,6 +245,7 @@ struct ReplicaSync::Impl {
   std::shared_ptr<int> unsynced = std::make_shared<int>(0);  // NoSyncs alive
   std::optional<Joining> joining;
   Mode mode = Mode::idle;
+  std::shared_ptr<NextPass> next_pass = std::make_shared<NextPass>();
   bool any_unreduced = false;  // gradients of no_sync() that are still to be reduced
   bool end_queued = false;     // a backward pass is under way, or an exception has ended it
   // Expires with the backward pass under way: callbacks own it, which autograd drops at the end of
@@ -338,9 +344,9 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
         "torch::NoGradGuard");
   }
   if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) {
-    mark_unreduced(trained.parameters[index].tensor.grad());
+    mark_unreduced(trained.parameters[index].tensor.grad(), next_pass);
     any_unreduced = true;
-    if (mode == Mode::local && options.delay_allreduce()) end_local_with_this_pass();
+    if (mode == Mode::local) end_local_with_this_pass();
     return;
   }
   if (mode == Mode::idle && !options.delay_allreduce()) {
@@ -358,7 +364,7 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   const bool begins = under_way.expired();
   if (begins && end_queued) begin_backward_again();
   if (begins && mode == Mode::idle) check_own_forward();
-  mode = Mode::reduced;
+  set_mode(Mode::reduced);
   awaits_gradients = false;
   if (begins) reduction->begin_backward();
   reduction->on_gradient(index);
@@ -386,13 +392,14 @@ void ReplicaSync::Impl::at_end_of_backward() {
   under_way.reset();
   const bool finished = reduction->finished();
   if (!finished) return;
-  mode = Mode::idle;
+  set_mode(Mode::idle);
   if (!std::exchange(any_unreduced, false)) return;
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
 
-// The model's own forward may come next. Its gradients are to be reduced, together with those that
-// this pass leaves. A pass that throws ends nothing: it may be repeated.
+// The model's own forward may come next. With delay_allreduce its gradients are to be reduced,
+// together with those that this pass leaves; else it is an error. A pass that throws ends nothing: it
+// may be repeated.
 void ReplicaSync::Impl::end_local_with_this_pass() {
   if (!local_under_way.expired()) return;
   const auto pass = std::make_shared<const int>(0);
@@ -401,7 +408,7 @@ void ReplicaSync::Impl::end_local_with_this_pass() {
     const std::scoped_lock lock(gradients_mutex);
     local_under_way.reset();
     // An abandoned forward's backward pass remains an error.
-    if (mode == Mode::local && !abandoned) mode = Mode::idle;
+    if (mode == Mode::local && !abandoned) set_mode(Mode::idle);
   });
 }
 
@@ -422,7 +429,7 @@ void ReplicaSync::Impl::forget_failed_backward() {
   // none came, as does a forward without a backward pass.
   if (mode != Mode::reduced || (!end_queued && !awaits_gradients)) return;
   forget_gradients();
-  mode = Mode::idle;
+  set_mode(Mode::idle);
   end_queued = false;
   under_way.reset();
   repeats_step = true;
@@ -670,8 +677,21 @@ void ReplicaSync::before_forward() {
       if (is_unreduced(entry.tensor.grad())) unreduced.push_back(entry.tensor);
     }
   }
-  impl_->reduction->before_forward();
-  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
+  {
+    // Those of fp32 masters that a 16-bit model shows: new buckets would take them over, rounded.
+    std::vector<std::pair<at::Tensor, at::Tensor>> shown;
+    const auto put_back = c10::make_scope_exit([&] {
+      for (const auto& [parameter, grad] : shown) parameter.mutable_grad() = grad;
+    });
+    for (const auto& entry : impl_->trained.parameters) {
+      at::Tensor& grad = entry.tensor.mutable_grad();
+      if (!grad.defined() || grad.scalar_type() == entry.tensor.scalar_type()) continue;
+      shown.emplace_back(entry.tensor, grad);
+      grad.reset();
+    }
+    impl_->reduction->before_forward();
+  }
+  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad(), impl_->next_pass);
   if (!impl_->repeats_step) impl_->sync_buffers(true);
   impl_->repeats_step = true;
 }
@@ -721,14 +741,14 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   if (impl_->joining.has_value()) impl_->joining->announced = false;
   if (*impl_->unsynced > 0) {
     impl_->abandoned = impl_->awaits_gradients;
-    impl_->mode = Impl::Mode::local;
+    impl_->set_mode(Impl::Mode::local);
     impl_->reduction->expect_local_gradients();
     return outputs;
   }
   impl_->repeats_step = impl_->abandoned = false;
   impl_->forward_version = impl_->weights_version();  // forward may have changed them
   impl_->awaits_gradients = true;
-  impl_->mode = Impl::Mode::reduced;
+  impl_->set_mode(Impl::Mode::reduced);
   std::vector<at::Tensor> defined;
   std::copy_if(outputs.begin(), outputs.end(), std::back_inserter(defined),
                [](const at::Tensor& output) { return output.defined(); });

@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -124,7 +125,8 @@ TEST(AccumulateOnRanks, LosesNoSmallGradientsOf16Bits) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     constexpr std::int64_t kSmallParts = 16;
-    for (const auto& [level, split] : {std::pair{"O3", false}, std::pair{"O2", true}}) {
+    for (const auto& [level, split] :
+         {std::pair{"O3", false}, std::pair{"O2", true}, std::pair{"O2", false}}) {
       torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
       optim::FusedSGD optimizer(net->parameters(), optim::FusedSGDOptions(0.1).split_master(split));
       amp::MixedPrecision mixed =
@@ -136,13 +138,34 @@ TEST(AccumulateOnRanks, LosesNoSmallGradientsOf16Bits) {
           return mixed.forward(ddp, input).to(torch::kFloat).sum() * kSmallParts *
                  (2 * rank.number());
         });
-        EXPECT_EQ(net->weight.grad().scalar_type(), torch::kBFloat16) << level;
-        EXPECT_EQ(net->weight.grad().item<float>(), 1.0F + 4.0F / 128) << level;
+        const at::Tensor grad = (*mixed.master_params(optimizer).begin()).grad();
+        EXPECT_EQ(grad.item<float>(), 1.0F + 4.0F / 128) << level << split;
         EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
         mixed.zero_grad(optimizer);
       }
       expect_equal_on_all_ranks(group, net->parameters());
     }
+  });
+}
+
+// As above, with masters and a loop of the program's own.
+TEST(AccumulateOnRanks, LosesNoSmallGradientsOfMastersInNoSync) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+    amp::MixedPrecision mixed =
+        amp::initialize(net, optimizer, amp::Options("O2").loss_scale(128.0).verbosity(0));
+    DistributedDataParallel ddp(net, group);
+    for (int i = 0; i < 16; ++i) {
+      std::optional<NoSync> local;
+      if (i < 15) local.emplace(ddp.no_sync());
+      const at::Tensor input = torch::full({1, 1}, i == 0 ? 1.0 : 1.0 / 512);
+      const at::Tensor output = mixed.forward(ddp, input).to(torch::kFloat);
+      mixed.scale_loss(output.sum() * (2 * rank.number()), optimizer).backward();
+    }
+    const at::Tensor grad = (*mixed.master_params(optimizer).begin()).grad();
+    EXPECT_EQ(grad.item<float>(), 1.0F + 4.0F / 128);
   });
 }
 

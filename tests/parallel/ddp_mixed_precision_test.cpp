@@ -10,6 +10,7 @@
 #include "src/core/dtype_limits.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
+#include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -32,7 +33,9 @@ using test::Batch;
 using test::batch_of;
 using test::copies;
 using test::expect_equal_on_all_ranks;
+using test::expect_error;
 using test::expect_near;
+using test::gradients_of;
 using test::Net;
 using test::Rank;
 using test::run_ranks;
@@ -295,6 +298,55 @@ TEST(MixedPrecision, AccumulatesWithoutDelayedUnscalingAsOneProcessOnTheWholeBat
       }
       expect_near(gradients[0], gradients[1], 8 * dtype_limits(dtype).epsilon);
     }
+  });
+}
+
+// A new bucket would take over the fp32 gradient of the first pass, as 0.
+TEST(MixedPrecision, NewBucketsLeaveTheGradientsOfMastersInFp32) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+    auto mixed = amp::initialize(
+        net, optimizer, amp::Options("O2").dtype(torch::kHalf).loss_scale(65536.0).verbosity(0));
+    DistributedDataParallel ddp(net, group,
+                                DistributedDataParallelOptions().gradient_as_bucket_view(true));
+    for (int pass = 1; pass <= 3; ++pass) {
+      const at::Tensor output = mixed.forward(ddp, torch::ones({1, 1})).to(torch::kFloat);
+      mixed.scale_loss(output.sum() * 1e-8, optimizer).backward();
+      const at::Tensor grad = (*mixed.master_params(optimizer).begin()).grad();
+      EXPECT_NEAR(grad.item<float>(), pass * 1e-8, pass * 1e-10);
+    }
+  });
+}
+
+// Its gradients would be added up without the first loss's scale.
+TEST(MixedPrecision, ALossThroughModelsOfTwoObjectsCannotAccumulateInNoSync) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    struct Part {
+      torch::nn::Linear net{2, 2};
+      torch::optim::SGD optimizer{net->parameters(), torch::optim::SGDOptions(0.1)};
+      amp::MixedPrecision mixed = amp::initialize(
+          net, optimizer, amp::Options("O1").dtype(torch::kHalf).loss_scale(64.0).verbosity(0));
+    };
+    Part encoder;
+    Part decoder;
+    DistributedDataParallel first(encoder.net, group);
+    DistributedDataParallel second(decoder.net, group);
+    const auto backward = [&] {
+      const at::Tensor code = encoder.mixed.forward(first, torch::ones({1, 2}));
+      const at::Tensor output = decoder.mixed.forward(second, code).to(torch::kFloat);
+      encoder.mixed.scale_loss(output.sum(), encoder.optimizer).backward();
+    };
+    {
+      const auto local = first.no_sync();
+      const auto also_local = second.no_sync();
+      expect_error(backward, {"[amp.mixed_precision.scale_loss]", "in one call of initialize",
+                              "pass all models of the loss to initialize together"});
+    }
+    backward();
+    expect_equal_on_all_ranks(group, gradients_of(decoder.net->parameters()));
   });
 }
 

@@ -203,6 +203,23 @@ TEST(OwnForward, IsReducedAfterALocalBackwardPassOutOfScope) {
   expect_reduces_after_local(false);
 }
 
+// Without delay_allreduce nothing reduces it: it must not pass for another local one.
+TEST(OwnForward, IsAnErrorAfterALocalBackwardPassToo) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const Batch rows = share_of(0, rank);
+    {
+      const auto local = ddp.no_sync();
+      sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+      loss_of(model, rows).backward();
+    }
+    expect_error([&] { loss_of(model, rows).backward(); },
+                 {"[parallel.ddp]", "a gradient for", "from another", "call ddp.forward()"});
+  });
+}
+
 // torch::load gives the parameters new autograd nodes, perhaps between a forward and its backward.
 TEST(OwnForward, WeightsMayBeLoadedAtAnyTime) {
   run_ranks(2, [](Rank& rank) {
