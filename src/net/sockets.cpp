@@ -67,8 +67,11 @@ Result<Descriptor> start_first(const Address& address, int no_socket, Start star
   for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
     Descriptor socket = open_socket(each->ai_family);
     if (!socket.is_open()) continue;
-    error = start(socket, *each);
-    if (error == 0) return {std::move(socket), 0, 0, ""};
+    // A refusal says more than that another address cannot be reached, as that of a name for IPv6 on
+    // a machine without it.
+    const int result = start(socket, *each);
+    if (result == 0) return {std::move(socket), 0, 0, ""};
+    if (error != ECONNREFUSED) error = result;
   }
   return {Descriptor(), error, 0, reason_of(error)};
 }

@@ -232,6 +232,13 @@ TEST(Connecting, EndsWithItsTimeout) {
   EXPECT_FALSE(second.value.is_open());
 }
 
+// Nobody can connect to the second one.
+TEST(Connecting, TellsARefusalRatherThanWhyAnotherAddressFails) {
+  const int port = address_of(FullListener().listener).port;
+  const test::HostName name("node0", {"127.0.0.1", "255.255.255.255"});
+  EXPECT_EQ(connect_to({"node0", port}, seconds(1)).error, ECONNREFUSED);
+}
+
 TEST(Connecting, TellsANameThatIsNone) {
   const auto connected = connect_to({"no host", 1}, seconds(30));
   EXPECT_EQ(connected.error, EHOSTUNREACH);
