@@ -58,6 +58,13 @@ std::string json_of(const LaunchResult& result) {
   return object.dump(2, ' ', false, ordered_json::error_handler_t::replace);
 }
 
+// Otherwise a file of an earlier job would seem to be this one's.
+void write_error(const std::string& path, const std::string& reason) {
+  if (path.empty()) return;
+  const ordered_json object{{"outcome", "error"}, {"reason", reason}};
+  write_json(path, object.dump(2, ' ', false, ordered_json::error_handler_t::replace));
+}
+
 int run(const CLI::App& command, const LaunchFlags& flags) {
   const auto options = [&] {
     try {
@@ -71,7 +78,14 @@ int run(const CLI::App& command, const LaunchFlags& flags) {
   require_json_writable(flags.json);
   if (const std::string reason = reason_for_processes(flags); !reason.empty())
     std::cerr << "[launch] " << reason << '\n';
-  const LaunchResult result = run_job(options);
+  const LaunchResult result = [&] {
+    try {
+      return run_job(options);
+    } catch (const Error& error) {
+      write_error(flags.json, error.what());
+      throw;
+    }
+  }();
   write_json(flags.json, flags.json.empty() ? "" : json_of(result));
   return result.exit_code();
 }

@@ -64,7 +64,12 @@ void JobState::joined(Id id, const Join& join, Time now) {
     found->second = {join, State::waiting, join.node_rank};
     // The time for more nodes starts now.
     if (count(State::stopping) == 0) gathering_since_ = now;
-  } else if (const std::string reason = standby_reason(id, join); !reason.empty()) {
+  } else if (const std::string reason = standby_reason(id, join);
+             !reason.empty() && count(State::standby) >= kMaxStandbys) {
+    outbox_.emplace_back(
+        id, Outcome{Outcome::Kind::refused, std::nullopt,
+                    fmt::format("{}, and {} nodes wait for room", reason, kMaxStandbys)});
+  } else if (!reason.empty()) {
     nodes_[id] = {join, State::standby};
     outbox_.emplace_back(id, StandBy{reason});
   } else {
@@ -209,7 +214,8 @@ void JobState::tick(Time now) {
     return;
   }
   last_call_.reset();
-  if (now < gathering_since_ + job_.join_timeout) return;
+  // Node 0 itself needs a moment to join, and is the one that the timeout is reported to.
+  if (!has(kNode0) || now < gathering_since_ + job_.join_timeout) return;
   std::string reason =
       fmt::format("{} of {} nodes joined within {:.3g} s", waiting, to_string(job_.nodes),
                   std::chrono::duration<double>(job_.join_timeout).count());
@@ -221,6 +227,7 @@ Time JobState::deadline() const {
   // A node that stops has its own deadline, and reports when it has stopped.
   if (is_over() || count(State::stopping) > 0) return Time::max();
   if (!is_gathering()) return admits_nodes() ? last_call_.value_or(Time::max()) : Time::max();
+  if (!has(kNode0)) return Time::max();
   return last_call_.value_or(gathering_since_ + job_.join_timeout);
 }
 

@@ -7,7 +7,9 @@
 #include "src/launch/limits.h"
 #include "src/launch/log_files.h"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
+#include <netinet/in.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +19,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.options";
+constexpr auto kLaunchOptions = "launch.options";
 constexpr std::size_t kMaxToken = 1024;
 
 std::optional<Streams> streams(std::string_view text) {
@@ -28,7 +30,7 @@ std::optional<Streams> streams(std::string_view text) {
 
 void require(bool right, std::string_view expected, std::string_view got,
              std::string_view remedy = {}) {
-  if (!right) throw Error(kComponent, expected, got, remedy);
+  if (!right) throw Error(kLaunchOptions, expected, got, remedy);
 }
 
 void require_duration(std::string_view name, LaunchOptions::Seconds value, double least) {
@@ -44,13 +46,20 @@ void require_name(std::string_view name, const std::string& value) {
           fmt::format("'{}'", value));
 }
 
+// 0.0.0.0 or ::, which can be written in many ways.
+bool is_any_address(const std::string& host) {
+  in_addr ipv4{};
+  if (::inet_aton(host.c_str(), &ipv4) != 0) return ipv4.s_addr == INADDR_ANY;
+  in6_addr ipv6{};
+  return ::inet_pton(AF_INET6, host.c_str(), &ipv6) == 1 && IN6_IS_ADDR_UNSPECIFIED(&ipv6);
+}
+
 // 0.0.0.0 says where node 0 listens, and not where the others find it.
 void require_master(const LaunchOptions& options) {
   const std::string host = options.rdzv_endpoint().empty()
                                ? options.master_addr()
                                : Endpoint::parse(options.rdzv_endpoint()).host;
-  const bool is_any = host == "0.0.0.0" || host == "::";
-  require(!is_any || options.nnodes().max == 1 || !options.local_addr().empty(),
+  require(!is_any_address(host) || options.nnodes().max == 1 || !options.local_addr().empty(),
           "local-addr with the address " + host, "none",
           "give the address at which the other nodes reach node 0");
 }

@@ -74,6 +74,8 @@ Outcome Launcher::Impl::run_attempts(OutputRelay& relay) {
     if (const auto* const outcome = std::get_if<Outcome>(&joined)) {
       if (outcome->kind == Outcome::Kind::succeeded)
         log()->warn("the job ended without this node: no process was started here");
+      // How those of an earlier attempt ended says nothing about this end.
+      if (interrupt_.signal() != 0) workers_.clear();
       return *outcome;
     }
     const auto& assignment = std::get<Assignment>(joined);

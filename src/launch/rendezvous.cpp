@@ -25,7 +25,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.rendezvous";
+constexpr auto kRendezvous = "launch.rendezvous";
 constexpr int kDefaultMasterPort = 29500;
 constexpr auto kConnectTimeout = std::chrono::seconds(1);
 constexpr auto kRetryInterval = std::chrono::milliseconds(250);
@@ -43,7 +43,7 @@ std::string generate_id() {
 
 template <typename Value>
 [[noreturn]] void throw_cannot_listen(const Endpoint& endpoint, const net::Result<Value>& opened) {
-  throw Error(kComponent, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
+  throw Error(kRendezvous, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
               opened.error == EADDRINUSE ? "another job uses the port: choose another"
               : opened.error == EADDRNOTAVAIL
                   ? "node 0 must run on the machine with this address; behind NAT, give semitone "
@@ -65,7 +65,7 @@ bool are_loopback(const std::vector<std::string>& addresses) {
 void require_free(int port) {
   const auto listener = net::listen_on({"0.0.0.0", port});
   if (listener.ok()) return;
-  throw Error(kComponent, fmt::format("master-port {} to be free", port), listener.problem,
+  throw Error(kRendezvous, fmt::format("master-port {} to be free", port), listener.problem,
               "choose another port, or 0 for a free one");
 }
 
@@ -135,7 +135,7 @@ void Rendezvous::require_reachable(const std::vector<Descriptor>& listeners) con
   if (is_meant || !are_loopback(addresses)) return;
   const auto other = net::address_of_default_route();
   throw Error(
-      kComponent,
+      kRendezvous,
       fmt::format("'{}' to be the name of an address that other nodes can reach", endpoint_.host),
       fmt::format("{} on node 0", fmt::join(addresses, " and ")),
       fmt::format("give all nodes {} as {} instead of the name, or correct /etc/hosts on node 0; "
@@ -150,7 +150,7 @@ void Rendezvous::require_one_machine(const std::vector<Descriptor>& listeners) c
   if (is_numbered() || !options_.local_addr().empty()) return;
   const auto others = net::addresses_elsewhere({endpoint_.host, endpoint_.port});
   if (others.empty()) return;
-  throw Error(kComponent, fmt::format("'{}' to be the name of one machine", endpoint_.host),
+  throw Error(kRendezvous, fmt::format("'{}' to be the name of one machine", endpoint_.host),
               fmt::format("{} of this machine, and {} of others",
                           fmt::join(addresses_of(listeners), " and "), fmt::join(others, " and ")),
               "give all nodes an address or a name of the machine that is to be node 0; if all are "
@@ -253,7 +253,7 @@ bool Rendezvous::connect(const Interrupt& interrupt) {
     } else if (const auto next = lookups.next(opened.lookup_error, opened.problem)) {
       wait_until(*next, interrupt);
     } else {
-      throw Error(kComponent, "the name of a machine to meet at",
+      throw Error(kRendezvous, "the name of a machine to meet at",
                   fmt::format("{}, for {:.3g} s", opened.problem,
                               std::chrono::duration<double>(lookups.limit()).count()),
                   is_numbered() ? "check master-addr" : "check rdzv-endpoint");
@@ -265,7 +265,7 @@ bool Rendezvous::connect(const Interrupt& interrupt) {
 // Error if no time is left to find node 0.
 void Rendezvous::check_deadline(const std::string& problem) const {
   if (Clock::now() < deadline_) return;
-  throw Error(kComponent,
+  throw Error(kRendezvous,
               fmt::format("node 0's launcher to answer at {} within {:.3g} s",
                           endpoint_.to_string(), options_.join_timeout().count()),
               problem, "was it started? Is its job over? Is the address right, and the port open?");
@@ -287,7 +287,8 @@ std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
     if (!channel_.has_value() && !connect(interrupt)) break;
     std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0},
                                {channel_->descriptor(), channel_->events(), 0}};
-    net::poll_until(events, channel_->deadline());
+    // The last attempt may have ended with the connection.
+    net::poll_until(events, channel_->is_open() ? channel_->deadline() : Clock::now());
     interrupt.acknowledge();
     channel_->update(Clock::now());
     if (auto answer = receive_answer()) return *std::move(answer);
@@ -296,7 +297,7 @@ std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
       return Outcome{Outcome::Kind::lost, std::nullopt, "node 0 is lost: " + channel_->problem()};
     }
     if (channel_->state() != Channel::State::closed) {
-      throw Error(kComponent, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
+      throw Error(kRendezvous, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "does the port belong to another program?");
     }
     // Node 0 may not have started yet, or may be restarting.
@@ -323,7 +324,7 @@ std::optional<std::variant<Assignment, Outcome>> Rendezvous::receive_answer() {
     const auto* const outcome = std::get_if<Outcome>(&*message);
     if (outcome == nullptr) continue;
     if (outcome->kind != Outcome::Kind::refused) return *outcome;
-    throw Error(kComponent, fmt::format("to join the job at {}", endpoint_.to_string()),
+    throw Error(kRendezvous, fmt::format("to join the job at {}", endpoint_.to_string()),
                 "refused: " + outcome->reason);
   }
   return std::nullopt;
@@ -334,7 +335,7 @@ std::optional<std::variant<Assignment, Outcome>> Rendezvous::receive_answer() {
 void Rendezvous::check_assignment(const Assignment& given) const {
   const auto require = [&](bool right, const std::string& expected, const std::string& got) {
     if (right) return;
-    throw Error(kComponent,
+    throw Error(kRendezvous,
                 fmt::format("{} from node 0's launcher at {}", expected, endpoint_.to_string()),
                 got, "is it a launcher of this job?");
   };
@@ -345,6 +346,7 @@ void Rendezvous::check_assignment(const Assignment& given) const {
   require(0 <= given.node && given.node < given.nodes, "a number of this node",
           fmt::format("{} of {}", given.node, given.nodes));
   require(given.attempt >= 0 && given.first_rank >= 0 &&
+              given.world_size >= options_.nproc_per_node() &&
               given.first_rank <= given.world_size - options_.nproc_per_node(),
           "ranks for this node's processes",
           fmt::format("{} of {}", given.first_rank, given.world_size));

@@ -373,6 +373,11 @@ TEST_F(LaunchCommandTest, WritesHowItEndedAsJson) {
   EXPECT_EQ(end.at("workers").size(), 2U);
   EXPECT_EQ(launch({"--json", file}, "exit 0").status.code, 0);
   EXPECT_EQ(json::parse(read_text(file)).at("first_failure"), nullptr);
+  // An earlier job's outcome would be taken for that of one that could not start.
+  EXPECT_NE(launch({"--json", file, "--log-dir", file}, "exit 0").status.code, 0);
+  const json error = json::parse(read_text(file));
+  EXPECT_EQ(error.at("outcome"), "error");
+  EXPECT_THAT(error.at("reason").get<std::string>(), HasSubstr("log"));
 }
 
 TEST_F(LaunchCommandTest, SignalsStopEverything) {

@@ -283,6 +283,19 @@ TEST_F(JobStateTest, AReplacementStandsByUntilItsPredecessorIsLost) {
   EXPECT_EQ(assignment(messages(), 2).node, 1);
 }
 
+TEST_F(JobStateTest, RefusesNodesBeyondALimitOfStandbys) {
+  start(job(1, 1));
+  join(0);
+  messages();
+  for (JobState::Id id = 1; id <= 64; ++id) join(id);
+  for (const auto& [id, message] : messages())
+    EXPECT_TRUE(std::holds_alternative<StandBy>(message)) << id;
+  join(65);
+  const Outcome refusal = outcome(messages(), 65);
+  EXPECT_EQ(refusal.kind, Kind::refused);
+  EXPECT_EQ(refusal.reason, "this job already has 1 nodes, and 64 nodes wait for room");
+}
+
 TEST_F(JobStateTest, StandbyNodesReceiveTheOutcome) {
   JobState& state = start(job(1, 1));
   join(0);
@@ -357,7 +370,7 @@ TEST_F(JobStateTest, BeginsWithNodeZeroOnly) {
   JobState& state = start(impatient);
   join(1);
   EXPECT_TRUE(messages().empty());
-  EXPECT_EQ(state.deadline(), now_ + 100s);
+  EXPECT_EQ(state.deadline(), Time::max());
   join(0);
   const auto sent = messages();
   EXPECT_EQ(assignment(sent, 0).node, 0);
@@ -388,6 +401,23 @@ TEST_F(JobStateTest, ANodeThatStopsReceivesTheOutcomeOnce) {
   // Sent before it received the outcome.
   join(1);
   EXPECT_TRUE(messages().empty());
+}
+
+// The launcher that is node 0 decides, and joins a moment after it began to.
+TEST_F(JobStateTest, TheJoinTimeoutMayBeZero) {
+  Job alone = job(1, 1);
+  alone.join_timeout = 0s;
+  JobState& state = start(alone);
+  state.tick(now_);
+  EXPECT_FALSE(state.is_over());
+  EXPECT_EQ(state.deadline(), Time::max());
+  join(0);
+  EXPECT_EQ(assignment(messages(), 0).world_size, 1);
+  Job two = job(2, 2);
+  two.join_timeout = 0s;
+  start(two).tick(now_);
+  join(0);
+  EXPECT_EQ(outcome(messages(), 0).reason, "1 of 2 nodes joined within 0 s");
 }
 
 TEST_F(JobStateTest, EndsIfTooFewNodesJoin) {

@@ -90,7 +90,7 @@ TEST(LaunchOptions, ThatMakeNoSenseAreErrors) {
   expect(LaunchOptions(several).rdzv_endpoint("node0"), "got both");
   expect(LaunchOptions(good).nnodes({2, 2}).rdzv_endpoint("node0:0"), "with a port");
   expect(LaunchOptions(good).rdzv_endpoint("node0:x"), "an endpoint as in");
-  for (const char* endpoint : {"0.0.0.0", "[::]:29400"}) {
+  for (const char* endpoint : {"0.0.0.0", "[::]:29400", "0:29400", "0x0", "[0:0::0]"}) {
     const auto everywhere = LaunchOptions(good).rdzv_endpoint(endpoint);
     everywhere.check();
     expect(LaunchOptions(everywhere).nnodes({2, 2}), "local-addr with the address");

@@ -465,6 +465,78 @@ TEST_F(Nodes, OutputIsCompleteIfNodeZeroIsLostDuringARestart) {
   EXPECT_EQ(text.get(), relayed_numbers(1, 5000));
 }
 
+// A false node 0, which gives this node the ranks from 1 on, and lets it restart when a process fails.
+// Then it ends at once, or waits for the second join.
+class RestartingHost {
+ public:
+  RestartingHost(int port, int processes, bool ends_at_once) : ends_at_once_(ends_at_once) {
+    given_.run_id = "job";
+    given_.nodes = 2;
+    given_.node = given_.first_rank = 1;
+    given_.world_size = 1 + processes;
+    given_.master_addr = "127.0.0.1";
+    given_.master_port = 20000;
+    auto listener = net::listen_on({"127.0.0.1", port});
+    EXPECT_TRUE(listener.ok()) << listener.problem;
+    listener_ = std::move(listener.value);
+    done_ = std::async(std::launch::async, [this] { run(); });
+  }
+
+  bool has_joins(int count) const { return joins_ >= count; }
+
+ private:
+  void run() {
+    std::vector<pollfd> events{{listener_.number(), POLLIN, 0}};
+    net::poll_until(events, Clock::now() + std::chrono::minutes(1));
+    Channel channel(net::accept_from(listener_), std::chrono::minutes(1));
+    bool failed = false;
+    while (channel.is_open() && !(failed && ends_at_once_)) {
+      std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
+      net::poll_until(more, channel.deadline());
+      channel.update(Clock::now());
+      while (const auto message = channel.receive()) {
+        if (std::holds_alternative<Join>(*message) && ++joins_ == 1) channel.send(given_);
+        if (!std::holds_alternative<WorkerFailure>(*message)) continue;
+        failed = true;
+        channel.send(Outcome{Outcome::Kind::restart, std::nullopt, "a process failed"});
+      }
+      channel.update(Clock::now());
+    }
+  }
+
+  Assignment given_;
+  bool ends_at_once_;
+  Descriptor listener_;
+  std::atomic<int> joins_ = 0;
+  std::future<void> done_;
+};
+
+// One process fails, and the other ignores SIGTERM.
+constexpr auto kFailsAndStays = "[ $LOCAL_RANK = 0 ] && exit 3; trap '' TERM; sleep 1000";
+
+TEST_F(Nodes, NodeZeroMayBeLostWhileProcessesStop) {
+  const RestartingHost host(port_, 2, /*ends_at_once=*/true);
+  auto job = start(node(kFailsAndStays, {2, 2}, 2).grace(Seconds(0.5)));
+  const bool ended = job.wait_for(std::chrono::seconds(30)) == std::future_status::ready;
+  EXPECT_TRUE(ended);
+  if (!ended) launchers_[0]->stop(SIGTERM);
+  const LaunchResult result = job.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
+  EXPECT_THAT(result.reason, HasSubstr("node 0 is lost"));
+}
+
+// How the processes of the attempt ended is not how this signal ended any.
+TEST_F(Nodes, ASignalBetweenTwoAttemptsIsTheExitCode) {
+  const RestartingHost host(port_, 2, /*ends_at_once=*/false);
+  auto job = start(node(kFailsAndStays, {2, 2}, 2).grace(Seconds(0.2)));
+  ASSERT_TRUE(eventually([&] { return host.has_joins(2); }));
+  launchers_[0]->stop(SIGTERM);
+  const LaunchResult result = job.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::interrupted);
+  EXPECT_EQ(result.exit_code(), 128 + SIGTERM);
+  EXPECT_TRUE(result.workers.empty());
+}
+
 TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
   const std::string script =
       "echo $$ >> $DIR/ids$TORCHELASTIC_RESTART_COUNT\n"

@@ -50,9 +50,10 @@ struct LaunchResult {
   std::optional<WorkerFailure> first_failure;  ///< in the last attempt; always set after `failed`
   std::string reason;                          ///< one sentence; empty after `succeeded`
   std::string run_id;                          ///< name of the job
-  int restarts = 0;                            ///< restarts that counted towards max_restarts
-  int signal = 0;                              ///< the argument of stop()
-  std::vector<WorkerStatus> workers;           ///< of this node; empty if none was started
+  int restarts = 0;  ///< restarts that counted towards max_restarts, and that began
+  int signal = 0;    ///< the argument of stop()
+  /// Of this node. Empty if none was started, and if stop() was called between two attempts.
+  std::vector<WorkerStatus> workers;
 
   /// The exit code for a program, as shells define it: 0 on success; the first failed process's
   /// exit code, or 128 + its signal; 1 for a lost node; 128 + the signal of stop().
