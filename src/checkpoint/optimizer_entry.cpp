@@ -12,7 +12,6 @@
 #include <torch/serialize.h>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <memory>
 #include <optional>
@@ -139,32 +138,13 @@ class OptimizerEntry final : public Entry {
     std::swap(others, optimizer_.state());
   }
 
-  // LibTorch's load() compares nothing but the number of parameters.
-  void require_state_fits(const at::Tensor& parameter,
-                          torch::optim::OptimizerParamState* state) const {
-    constexpr auto kRemedy =
-        "construct the optimizer with the saved run's parameters, in the same order";
-    if (state == nullptr) {
-      throw FileError("checkpoint.resume",
-                      fmt::format("a state of its own for each parameter of '{}'", name()),
-                      "one of two parameters, which were one tensor in the saved run", kRemedy);
-    }
-    for (const at::Tensor& tensor : elementwise_tensors(*state)) {
-      if (tensor.sizes() == parameter.sizes()) continue;
-      throw FileError("checkpoint.resume",
-                      fmt::format("the state of a parameter of shape [{}] in '{}'",
-                                  fmt::join(parameter.sizes(), ", "), name()),
-                      fmt::format("one of shape [{}]", fmt::join(tensor.sizes(), ", ")), kRemedy);
-    }
-  }
-
   // What LibTorch's load() leaves to do with the states.
   void finish_states() {
+    require_states_fit(optimizer_, "checkpoint.resume", fmt::format("'{}'", name()));
     for (const auto& group : optimizer_.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
         const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
         if (state == optimizer_.state().end()) continue;
-        require_state_fits(parameter, state->second.get());
         // A run at O3 has saved 16-bit state. A parameter that is fp32 here needs it in fp32: in
         // bf16, Adam's average of squares times 0.999 is rounded to what it was, and would never
         // decay.

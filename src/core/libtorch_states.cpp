@@ -1,6 +1,7 @@
 #include "src/core/libtorch_states.h"
 
 #include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
 
 #include <ATen/ops/full_like.h>
 #include <torch/optim/adagrad.h>
@@ -10,8 +11,13 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone {
 namespace {
@@ -20,7 +26,8 @@ void widen_tensor(at::Tensor& tensor) {
   if (tensor.defined() && is_16bit(tensor.scalar_type())) tensor = tensor.to(at::kFloat);
 }
 
-// Of one element for each of the parameter.
+// The tensors of a state that have one element for each of the parameter. Not LBFGS's, which has one
+// state for all parameters.
 std::vector<at::Tensor*> elementwise(torch::optim::OptimizerParamState& state) {
   if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state))
     return {&sgd->momentum_buffer()};
@@ -48,12 +55,29 @@ void widen_state(torch::optim::OptimizerParamState& state) {
   }
 }
 
-std::vector<at::Tensor> elementwise_tensors(torch::optim::OptimizerParamState& state) {
-  std::vector<at::Tensor> tensors;
-  for (const at::Tensor* const tensor : elementwise(state)) {
-    if (tensor->defined()) tensors.push_back(*tensor);
+void require_states_fit(torch::optim::Optimizer& optimizer, const std::string& component,
+                        const std::string& whose) {
+  constexpr auto kRemedy =
+      "construct the optimizer with the saved run's parameters, in the same order";
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      if (found->second == nullptr) {
+        throw FileError(component,
+                        fmt::format("a state of its own for each parameter of {}", whose),
+                        "one of two parameters, which were one tensor in the saved run", kRemedy);
+      }
+      for (const at::Tensor* const tensor : elementwise(*found->second)) {
+        if (!tensor->defined() || tensor->sizes() == parameter.sizes()) continue;
+        throw FileError(component,
+                        fmt::format("the state of a parameter of shape [{}] in {}",
+                                    fmt::join(parameter.sizes(), ", "), whose),
+                        fmt::format("one of shape [{}]", fmt::join(tensor->sizes(), ", ")),
+                        kRemedy);
+      }
+    }
   }
-  return tensors;
 }
 
 void add_initial_states(torch::optim::Optimizer& optimizer) {

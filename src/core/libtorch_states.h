@@ -4,6 +4,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <string>
 #include <vector>
 
 // States of LibTorch's optimizers. Other classes, such as Semitone's, are left alone.
@@ -14,9 +15,11 @@ namespace semitone {
 // themselves.
 void widen_state(torch::optim::OptimizerParamState& state);
 
-// The tensors of a state that have one element for each of the parameter. Not LBFGS's, which has one
-// state for all parameters.
-std::vector<at::Tensor> elementwise_tensors(torch::optim::OptimizerParamState& state);
+// What load() of LibTorch's optimizers, which compares nothing but the number of parameters, does not
+// notice: parameters that were one tensor in the saved run, of which one gets a null state, and states
+// of other shapes than their parameters. The message names `component` and `whose` parameters they are.
+void require_states_fit(torch::optim::Optimizer& optimizer, const std::string& component,
+                        const std::string& whose);
 
 // Gives parameters without a state the one that Adagrad makes in its constructor. Its step needs one
 // also where a file has none: FusedAdagrad's, for parameters that never had a gradient.

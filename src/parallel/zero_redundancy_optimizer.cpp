@@ -388,13 +388,14 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
                     "what this kind of optimizer saved for such parameter groups",
                     error.what_without_backtrace());
   }
+  require_states_fit(*whole, std::string(kZero) + ".load", "the optimizer");
   const OptimizerPtr share = make_with_options(share_of(group_.rank()));
   std::optional<c10::Device> device;
   for (const auto& group : share->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       device = parameter.device();
       const auto found = whole->state().find(parameter.unsafeGetTensorImpl());
-      if (found != whole->state().end() && found->second != nullptr)
+      if (found != whole->state().end() && found->second != nullptr)  // null: tied, moved before
         share->state()[found->first] = std::move(found->second);
     }
   }

@@ -22,6 +22,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::parallel::zero_test {
@@ -242,6 +243,38 @@ TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
               HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
   EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+}
+
+// One of the two parameters would begin with a fresh state, without a word.
+TEST(ZeroState, OfTiedWeightsThatAreNoLongerTiedIsRefused) {
+  const auto parameter = [] {
+    at::Tensor made = torch::ones({3}).requires_grad_();
+    made.mutable_grad() = torch::ones({3});
+    return made;
+  };
+  const auto refusal = [](torch::optim::Optimizer& saved, std::vector<at::Tensor> parameters) {
+    saved.step();
+    std::stringstream file;
+    torch::save(saved, file);
+    ZeroRedundancyOptimizer optimizer(std::move(parameters), adam(), comm::Group());
+    optimizer.step();
+    const auto elements = elements_of_adam_state(optimizer);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    const std::string message = test::message_of<FileError>([&] { optimizer.load(archive); });
+    EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+    return message;
+  };
+  const at::Tensor tied = parameter();
+  torch::optim::Adam twice(std::vector<at::Tensor>{tied, tied}, 0.1);
+  EXPECT_THAT(refusal(twice, {parameter(), parameter()}),
+              HasSubstr("one of two parameters, which were one tensor in the saved run"));
+  at::Tensor wide = torch::ones({5}).requires_grad_();
+  wide.mutable_grad() = torch::ones({5});
+  torch::optim::Adam other_shape(std::vector<at::Tensor>{wide}, 0.1);
+  EXPECT_THAT(
+      refusal(other_shape, {parameter()}),
+      HasSubstr("the state of a parameter of shape [3] in the optimizer, got one of shape [5]"));
 }
 
 // The peak resident memory of this process, in MiB.
