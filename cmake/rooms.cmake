@@ -1,9 +1,10 @@
-# semitone_room(NAME [PROGRAM] [SOURCES file...] [EXCEPT file...] [LIBRARIES target...])
+# semitone_room(NAME [PROGRAM] [WITHOUT_PCH] [SOURCES file...] [EXCEPT file...] [LIBRARIES target...])
 #
 # A room is one folder of src/ and its headers in include/semitone/, built as one static library of all .cpp files in the
 # folder, without those after EXCEPT and with those after SOURCES. src/rooms.txt lists the rooms that it may include; it links
 # these and no others. tools/check_house.py checks the #include lines against the same
 # table, so that a wrong arrow fails a test even if the linker does not notice it.
+# WITHOUT_PCH: without the precompiled header of LibTorch, for a room that does not include it.
 # PROGRAM: a room of the program alone. It is not part of the library `semitone`, not installed, and only built for targets
 # that link it.
 add_library(semitone INTERFACE)
@@ -27,7 +28,7 @@ function(semitone_arrows name result)
 endfunction()
 
 function(semitone_room name)
-  cmake_parse_arguments(arg "PROGRAM" "" "SOURCES;EXCEPT;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "PROGRAM;WITHOUT_PCH" "" "SOURCES;EXCEPT;LIBRARIES" ${ARGN})
   set(target semitone_${name})
   file(GLOB_RECURSE sources RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} CONFIGURE_DEPENDS *.cpp)
   list(REMOVE_ITEM sources ${arg_EXCEPT})
@@ -45,13 +46,24 @@ function(semitone_room name)
     PUBLIC ${arrows} LibTorch::LibTorch
     PRIVATE $<BUILD_INTERFACE:semitone_warnings> ${arg_LIBRARIES})
   target_compile_features(${target} PUBLIC cxx_std_20)
-  semitone_use_pch(${target})
+  if(NOT arg_WITHOUT_PCH)
+    semitone_use_pch(${target})
+  endif()
   if(arg_PROGRAM)
     set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
     return()
   endif()
   target_link_libraries(semitone INTERFACE semitone::${name})
   set_property(GLOBAL APPEND PROPERTY semitone_rooms ${target})
+endfunction()
+
+# Sources that are compiled alone, and without assertions in debug builds too, where they cannot use the precompiled header.
+function(semitone_without_assertions)
+  set_source_files_properties(${ARGN} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  string(TOUPPER "${CMAKE_BUILD_TYPE}" type)
+  if(NOT "${CMAKE_CXX_FLAGS} ${CMAKE_CXX_FLAGS_${type}} " MATCHES "-DNDEBUG ")
+    set_source_files_properties(${ARGN} PROPERTIES COMPILE_DEFINITIONS NDEBUG SKIP_PRECOMPILE_HEADERS ON)
+  endif()
 endfunction()
 
 # LibTorch's headers take about 15 s a translation unit; precompiled once, they take about 6 s, most of it templates that
@@ -67,4 +79,7 @@ function(semitone_use_pch target)
     target_link_libraries(semitone_pch PRIVATE LibTorch::LibTorch semitone_warnings)
   endif()
   target_precompile_headers(${target} REUSE_FROM semitone_pch)
+  # The precompiled header has 700 MB, which GCC's collector would go through again and again: an eighth of the time. 2 GiB in KiB.
+  target_compile_options(${target} PRIVATE
+    $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:--param=ggc-min-heapsize=2097152>)
 endfunction()

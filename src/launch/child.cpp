@@ -14,7 +14,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.process";
+constexpr auto kChild = "launch.process";
 
 // argv or envp: pointers to strings that outlive it, terminated by null.
 std::vector<char*> pointers(std::vector<std::string>& strings) {
@@ -97,11 +97,11 @@ pid_t start_child(const ChildOptions& child) {
   const pid_t id = ::fork();
   if (id == 0)
     exec_child(child, arguments.data(), environment.data(), parent, report.write.number());
-  if (id < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
+  if (id < 0) throw Error(kChild, "another process from the system", reason_of(errno));
   report.write.close();
   if (const int reason = read_report(std::move(report.read)); reason != 0) {
     wait_for(id);
-    throw Error(kComponent, "to run '" + child.argv.front() + "'", reason_of(reason));
+    throw Error(kChild, "to run '" + child.argv.front() + "'", reason_of(reason));
   }
   return id;
 }
@@ -114,7 +114,7 @@ ExitStatus exit_status(int status) {
 ExitStatus wait_for(pid_t id) {
   int status = 0;
   while (::waitpid(id, &status, 0) < 0) {
-    if (errno != EINTR) throw Error(kComponent, "to wait for the child", reason_of(errno));
+    if (errno != EINTR) throw Error(kChild, "to wait for the child", reason_of(errno));
   }
   return exit_status(status);
 }

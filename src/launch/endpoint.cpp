@@ -8,7 +8,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.options";
+constexpr auto kEndpoint = "launch.options";
 
 }  // namespace
 
@@ -19,7 +19,7 @@ std::string Endpoint::to_string() const {
 
 Endpoint Endpoint::parse(std::string_view text) {
   const auto wrong = [&] {
-    return Error(kComponent, "an endpoint as in node0:29400 or [::1]:29400",
+    return Error(kEndpoint, "an endpoint as in node0:29400 or [::1]:29400",
                  fmt::format("'{}'", text));
   };
   Endpoint result;

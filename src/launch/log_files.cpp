@@ -15,14 +15,14 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.logs";
+constexpr auto kLogFiles = "launch.logs";
 constexpr std::streamoff kMaxBytes = 1 << 16;
 
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error)
-    throw FileError(kComponent, fmt::format("to make the folder '{}'", folder.string()),
+    throw FileError(kLogFiles, fmt::format("to make the folder '{}'", folder.string()),
                     error.message(), "choose another --log-dir");
 }
 
@@ -31,7 +31,7 @@ void make_folder(const std::filesystem::path& folder) {
 void require_log_dir(const std::filesystem::path& folder) {
   make_folder(folder);
   if (::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw FileError(kComponent, fmt::format("to write in the folder '{}'", folder.string()),
+    throw FileError(kLogFiles, fmt::format("to write in the folder '{}'", folder.string()),
                     reason_of(errno), "choose another --log-dir");
 }
 
@@ -52,7 +52,7 @@ LogFile open_log(const std::filesystem::path& file) {
   Descriptor result(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   struct stat status{};
   if (!result.is_open() || ::fstat(result.number(), &status) != 0)
-    throw FileError(kComponent, fmt::format("to write '{}'", file.string()), reason_of(errno));
+    throw FileError(kLogFiles, fmt::format("to write '{}'", file.string()), reason_of(errno));
   return {above_standard_streams(std::move(result)), status.st_size};
 }
 

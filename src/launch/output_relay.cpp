@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kLastLines = 20;
 // Enough for 20 lines; a line without an end is cut at this length.
-constexpr std::size_t kMaxBytes = 1 << 16;
+constexpr std::size_t kMaxPiece = 1 << 16;
 // The size that a pipe accepts in one piece, without blocking once poll() reports that it is
 // writable.
 constexpr std::size_t kAtomicWrite = 4096;
@@ -165,9 +165,9 @@ void OutputRelay::read(Stream& stream) {
   lock.unlock();
   // Not more than there is now: a process that left its group may write without pause.
   if (retired && !stream.remaining.has_value()) stream.remaining = bytes_in(stream.source.pipe);
-  std::array<char, kMaxBytes> buffer;
+  std::array<char, kMaxPiece> buffer;
   // A read of 0 bytes is an end, too.
-  const std::size_t most = std::min(stream.remaining.value_or(kMaxBytes), buffer.size());
+  const std::size_t most = std::min(stream.remaining.value_or(kMaxPiece), buffer.size());
   const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), most);
   const bool nothing = count < 0 && errno == EAGAIN;
   if (count < 0 && errno == EINTR) return;
@@ -183,7 +183,7 @@ void OutputRelay::read(Stream& stream) {
     relay(stream, false);
     lock.lock();
     stream.last += text;
-    if (stream.last.size() > 2 * kMaxBytes) stream.last.erase(0, stream.last.size() - kMaxBytes);
+    if (stream.last.size() > 2 * kMaxPiece) stream.last.erase(0, stream.last.size() - kMaxPiece);
     return;
   }
   const bool ended = !nothing || retired;
@@ -212,7 +212,7 @@ void OutputRelay::relay(Stream& stream, bool all) {
   for (std::size_t end = 0; (end = stream.partial.find('\n', begin)) != std::string::npos;
        begin = end + 1)
     take(end);
-  const bool cut = stream.partial.size() - begin >= kMaxBytes;
+  const bool cut = stream.partial.size() - begin >= kMaxPiece;
   if (begin < stream.partial.size() && (all || cut)) {
     take(stream.partial.size());
     begin = stream.partial.size();

@@ -15,7 +15,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.process";
+constexpr auto kProcess = "launch.process";
 
 // One of the child's standard streams: the child's end, and this process's.
 struct Stream {
@@ -57,7 +57,7 @@ ProcessOptions& ProcessOptions::arguments(std::vector<std::string> value) {
 
 ProcessOptions& ProcessOptions::environment(std::string name, std::string value) {
   if (name.empty() || name.find('=') != std::string::npos) {
-    throw Error(kComponent, "a name for an environment variable", "'" + name + "'");
+    throw Error(kProcess, "a name for an environment variable", "'" + name + "'");
   }
   std::erase_if(environment_, [&](const auto& variable) { return variable.first == name; });
   environment_.emplace_back(std::move(name), std::move(value));
@@ -118,7 +118,7 @@ void Process::send(int signal) const {
 }
 
 ProcessResult Process::wait() {
-  if (child_ == nullptr) throw Error(kComponent, "one call of wait() for each process", "another");
+  if (child_ == nullptr) throw Error(kProcess, "one call of wait() for each process", "another");
   ProcessResult result;
   while (child_->out.is_open() || child_->err.is_open()) {
     // poll() ignores negative descriptors.
@@ -126,7 +126,7 @@ ProcessResult Process::wait() {
                                 pollfd{child_->err.number(), POLLIN, 0}};
     if (::poll(ready.data(), ready.size(), -1) < 0) {
       if (errno == EINTR) continue;
-      throw Error(kComponent, "to read what the child writes", reason_of(errno));
+      throw Error(kProcess, "to read what the child writes", reason_of(errno));
     }
     if (ready[0].revents != 0) drain(child_->out, result.out);
     if (ready[1].revents != 0) drain(child_->err, result.err);

@@ -11,10 +11,10 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.options";
+constexpr auto kProcessCount = "launch.options";
 
 void require(bool right, std::string_view expected, std::string_view got) {
-  if (!right) throw Error(kComponent, expected, got);
+  if (!right) throw Error(kProcessCount, expected, got);
 }
 
 }  // namespace

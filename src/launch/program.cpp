@@ -12,7 +12,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.program";
+constexpr auto kProgram = "launch.program";
 
 bool is_runnable(const std::filesystem::path& file) {
   std::error_code ignored;
@@ -39,17 +39,17 @@ void require_program(const std::filesystem::path& program) {
   if (name.find('/') == std::string::npos) {
     if (is_in_path(name)) return;
     const bool here = std::filesystem::exists(program, ignored);
-    throw FileError(kComponent, "a program to launch",
+    throw FileError(kProgram, "a program to launch",
                     fmt::format("'{}', which is not in PATH", name),
                     here ? fmt::format("is it './{}'?", name) : "");
   }
   if (is_runnable(program)) return;
   if (!std::filesystem::exists(program, ignored))
-    throw FileError(kComponent, "a program to launch",
+    throw FileError(kProgram, "a program to launch",
                     fmt::format("'{}', which does not exist", name));
   if (std::filesystem::is_directory(program, ignored))
-    throw FileError(kComponent, "a program to launch", fmt::format("'{}', a folder", name));
-  throw FileError(kComponent, "a program to launch",
+    throw FileError(kProgram, "a program to launch", fmt::format("'{}', a folder", name));
+  throw FileError(kProgram, "a program to launch",
                   fmt::format("'{}', which is not executable", name),
                   fmt::format("chmod +x {}", name));
 }

@@ -17,7 +17,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.spawn";
+constexpr auto kSpawn = "launch.spawn";
 
 // As comm::init decides whether a launcher with torchrun's variables started this process.
 bool is_launched() {
@@ -30,7 +30,7 @@ int local_rank() {
     if (!text.has_value()) continue;
     const auto rank = parse_number<int>(*text);
     if (rank.has_value() && *rank >= 0) return *rank;
-    throw Error(kComponent, fmt::format("a number from 0 in {}", variable.name),
+    throw Error(kSpawn, fmt::format("a number from 0 in {}", variable.name),
                 fmt::format("'{}'", *text));
   }
   return 0;
@@ -42,7 +42,7 @@ std::vector<std::string> own_arguments() {
   std::vector<std::string> arguments;
   for (std::string argument; std::getline(file, argument, '\0');) arguments.push_back(argument);
   if (arguments.empty())
-    throw Error(kComponent, "the arguments of this process in /proc/self/cmdline", "none");
+    throw Error(kSpawn, "the arguments of this process in /proc/self/cmdline", "none");
   arguments.erase(arguments.begin());
   return arguments;
 }
@@ -52,7 +52,7 @@ std::vector<std::string> own_arguments() {
 LaunchOptions this_program() {
   std::error_code error;
   const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
-  if (error) throw Error(kComponent, "the path of this program in /proc/self/exe", error.message());
+  if (error) throw Error(kSpawn, "the path of this program in /proc/self/exe", error.message());
   return LaunchOptions(program).arguments(own_arguments());
 }
 
@@ -60,7 +60,7 @@ LaunchResult spawn(const std::function<void(int local_rank)>& function,
                    const LaunchOptions& options) {
   static std::atomic<bool> was_called = false;
   if (was_called.exchange(true)) {
-    throw Error(kComponent, "one call of spawn in a program", "another",
+    throw Error(kSpawn, "one call of spawn in a program", "another",
                 "return from main() after the first one, or do both in one function");
   }
   if (!is_launched()) {

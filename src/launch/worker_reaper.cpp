@@ -18,7 +18,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.launcher";
+constexpr auto kWorkerReaper = "launch.launcher";
 
 // Closes the descriptors in a range, below the limit. Linux knows the call from version 5.9 on, and
 // containers may refuse it.
@@ -74,7 +74,7 @@ WorkerReaper::WorkerReaper(int max_groups) {
   const int limit = descriptor_limit();
   id_ = ::fork();
   if (id_ == 0) watch(theirs.number(), groups, limit);
-  if (id_ < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
+  if (id_ < 0) throw Error(kWorkerReaper, "another process from the system", reason_of(errno));
   socket_ = std::move(ours);
 }
 

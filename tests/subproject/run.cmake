@@ -105,9 +105,9 @@ if(NOT commands MATCHES "-isystem ${SOURCE}/include [^\n]*app.dir")
   message(FATAL_ERROR "expected Semitone's headers to be system headers in the parent, got:\n${commands}")
 endif()
 expect_linked("libsemitone_core[.]a")
-# One source of the library and the parent's own, with a public header of Semitone.
+# A room of the library and the parent's own, with a public header of Semitone.
 execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build --target
-    semitone/src/net/CMakeFiles/semitone_net.dir/polling.cpp.o CMakeFiles/app.dir/Unity/unity_0_cxx.cxx.o
+    semitone/src/net/CMakeFiles/semitone_net.dir/Unity/unity_0_cxx.cxx.o CMakeFiles/app.dir/Unity/unity_0_cxx.cxx.o
   COMMAND_ERROR_IS_FATAL ANY)
 
 # Tests are the parent's business: none where it has none, and only its own where it has some.
