@@ -5,7 +5,8 @@
 #   CUDA=0|1                              fetch a LibTorch with CUDA, default: 1 for PRESET=cuda, else 0
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
 #   JOBS=N                                number of jobs that compile and test, default: one per core
-#   ALONE=1                               check: clang-tidy reads each source and header alone; more than ten times as long
+#   ALL=1                                 check: clang-tidy reads tests, benchmarks and examples too; about twice as long
+#   ALONE=1                               check: it reads each of all these alone; more than ten times as long
 #   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
 #   SEMITONE_PEER_PYTHON=PYTHON           a Python with torch, for bench-compare; default: bench-peers installs one
 
@@ -102,11 +103,11 @@ format: setup  ## Format the C++ sources
 	@tools/setup_check.sh
 	@tools/format.sh -i
 
-check:  ## Check format, arrows, pages, and with clang-tidy the sources and the public headers; ALONE=1: each file alone
+check:  ## Check format, arrows, pages, and with clang-tidy library, program and public headers; ALL=1: tests and examples too
 	@$(MAKE) -s configure PRESET=check
 	@cmake build/check$(SUFFIX) > build/check$(SUFFIX).log 2>&1 || { cat build/check$(SUFFIX).log; exit 1; }  # files come and go
 	@tools/setup_check.sh
-	@tools/check.sh build/check$(SUFFIX) $(JOBS) $(if $(ALONE),--alone)
+	@tools/check.sh build/check$(SUFFIX) $(JOBS) $(if $(ALONE),--alone,$(if $(ALL),.))
 
 docs:  ## Build the pages and the API reference as a site, into build/docs/
 	@tools/setup_docs.sh
