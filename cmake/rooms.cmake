@@ -80,6 +80,8 @@ function(semitone_use_pch target)
   endif()
   target_precompile_headers(${target} REUSE_FROM semitone_pch)
   # The precompiled header has 700 MB, which GCC's collector would go through again and again: an eighth of the time. 2 GiB in KiB.
-  target_compile_options(${target} PRIVATE
-    $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:--param=ggc-min-heapsize=2097152>)
+  if(NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
+    target_compile_options(${target} PRIVATE
+      $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:--param=ggc-min-heapsize=2097152>)
+  endif()
 endfunction()
