@@ -13,7 +13,7 @@
 namespace semitone::train {
 namespace {
 
-constexpr auto kTrainer = "train.trainer";
+constexpr auto kNonfiniteSteps = "train.trainer";
 
 report::NonFiniteCheckOptions options_for(std::int64_t first_step, const comm::Group& group) {
   auto options = report::NonFiniteCheckOptions().first_step(first_step);
@@ -61,14 +61,15 @@ void NonFiniteSteps::after_step(bool was_skipped, Observer& observer) {
   if (chosen == all.end()) {
     const auto failed = begins_with('f');
     if (failed == all.end()) return;
-    throw Error(kTrainer, "a check for non-finite values that looks at every result",
+    throw Error(kNonfiniteSteps, "a check for non-finite values that looks at every result",
                 failed->substr(1));
   }
   const std::string text = chosen->substr(1);
   if (was_skipped) return observer.on(NonFiniteStep{step, text});
   constexpr auto kExpected = "finite results of all operators";
-  if (chosen - all.begin() != group_.rank()) throw DivergedElsewhere(kTrainer, kExpected, text);
-  throw DivergedError(kTrainer, kExpected, text,
+  if (chosen - all.begin() != group_.rank())
+    throw DivergedElsewhere(kNonfiniteSteps, kExpected, text);
+  throw DivergedError(kNonfiniteSteps, kExpected, text,
                       "check the arguments, lower the learning rate, or use a level with a loss "
                       "scale");
 }
