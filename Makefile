@@ -66,7 +66,7 @@ test: build  ## Build and run every test
 	@cat $(BUILD)/missing_tests.txt
 	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) $(ARGS)
 
-test-slow: build  ## Run the tests of packages, one that compiles Semitone in another project, and a rehearsal of gpu-hour
+test-slow: build  ## Run the tests of packages, and others that take minutes (CONTRIBUTING.md)
 	$(say) "running the tests that take minutes"
 	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -C slow -L slow $(ARGS)
 
