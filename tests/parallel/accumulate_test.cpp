@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -138,8 +139,11 @@ TEST(AccumulateOnRanks, LosesNoSmallGradientsOf16Bits) {
           return mixed.forward(ddp, input).to(torch::kFloat).sum() * kSmallParts *
                  (2 * rank.number());
         });
-        const at::Tensor grad = (*mixed.master_params(optimizer).begin()).grad();
-        EXPECT_EQ(grad.item<float>(), 1.0F + 4.0F / 128) << level << split;
+        const bool has_masters = level == std::string_view("O2") && !split;
+        const at::Tensor grad =
+            has_masters ? (*mixed.master_params(optimizer).begin()).grad() : net->weight.grad();
+        EXPECT_EQ(grad.scalar_type(), has_masters ? torch::kFloat : torch::kBFloat16) << level;
+        EXPECT_EQ(grad.item<float>(), 1.0F + 4.0F / 128) << level;
         EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
         mixed.zero_grad(optimizer);
       }
