@@ -6,10 +6,9 @@
 #include "src/launch/endpoint.h"
 #include "src/launch/limits.h"
 #include "src/launch/log_files.h"
+#include "src/net/address.h"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netinet/in.h>
 
 #include <algorithm>
 #include <cmath>
@@ -46,20 +45,15 @@ void require_name(std::string_view name, const std::string& value) {
           fmt::format("'{}'", value));
 }
 
-// 0.0.0.0 or ::, which can be written in many ways.
-bool is_any_address(const std::string& host) {
-  in_addr ipv4{};
-  if (::inet_aton(host.c_str(), &ipv4) != 0) return ipv4.s_addr == INADDR_ANY;
-  in6_addr ipv6{};
-  return ::inet_pton(AF_INET6, host.c_str(), &ipv6) == 1 && IN6_IS_ADDR_UNSPECIFIED(&ipv6);
-}
-
 // 0.0.0.0 says where node 0 listens, and not where the others find it.
 void require_master(const LaunchOptions& options) {
   const std::string host = options.rdzv_endpoint().empty()
                                ? options.master_addr()
                                : Endpoint::parse(options.rdzv_endpoint()).host;
-  require(!is_any_address(host) || options.nnodes().max == 1 || !options.local_addr().empty(),
+  // A name is looked up when the job starts.
+  const bool is_wildcard =
+      net::is_numerical(host) && net::address_kind(host).value == net::AddressKind::wildcard;
+  require(!is_wildcard || options.nnodes().max == 1 || !options.local_addr().empty(),
           "local-addr with the address " + host, "none",
           "give the address at which the other nodes reach node 0");
 }
