@@ -36,6 +36,11 @@ ordered_json json_of(const launch::ExitStatus& status) {
   return {{"code", status.code}, {"signal", status.signal}};
 }
 
+// What processes print need not be UTF-8.
+std::string text_of(const ordered_json& object) {
+  return object.dump(2, ' ', false, ordered_json::error_handler_t::replace);
+}
+
 std::string json_of(const LaunchResult& result) {
   ordered_json object{{"outcome", name_of(result.outcome)}, {"reason", result.reason},
                       {"exit_code", result.exit_code()},    {"run_id", result.run_id},
@@ -54,15 +59,7 @@ std::string json_of(const LaunchResult& result) {
                                  {"status", json_of(worker.status)},
                                  {"stopped", worker.stopped}});
   }
-  // What processes print need not be UTF-8.
-  return object.dump(2, ' ', false, ordered_json::error_handler_t::replace);
-}
-
-// Otherwise a file of an earlier job would seem to be this one's.
-void write_error(const std::string& path, const std::string& reason) {
-  if (path.empty()) return;
-  const ordered_json object{{"outcome", "error"}, {"reason", reason}};
-  write_json(path, object.dump(2, ' ', false, ordered_json::error_handler_t::replace));
+  return text_of(object);
 }
 
 int run(const CLI::App& command, const LaunchFlags& flags) {
@@ -82,7 +79,8 @@ int run(const CLI::App& command, const LaunchFlags& flags) {
     try {
       return run_job(options);
     } catch (const Error& error) {
-      write_error(flags.json, error.what());
+      // Otherwise a file of an earlier job would seem to be this one's.
+      write_json(flags.json, text_of({{"outcome", "error"}, {"reason", error.what()}}));
       throw;
     }
   }();
