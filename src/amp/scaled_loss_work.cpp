@@ -24,12 +24,14 @@ at::Tensor kept(const at::Tensor& grad) {
   return grad.storage().use_count() == 1 && !is_part(grad) ? grad : grad.clone();
 }
 
-// A gradient times a scale, as backward would have left it in the parameter.
+// A gradient times a scale, as backward would have left it in the parameter, with its mark.
 at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, float inverse) {
   const at::NoGradGuard no_grad;
   const at::Tensor product = grad.mul(1.0 / double{inverse});
-  return grad.layout() == at::kStrided ? at::empty_like(parameter).copy_(product)
-                                       : product.to(parameter.scalar_type());
+  at::Tensor scaled = grad.layout() == at::kStrided ? at::empty_like(parameter).copy_(product)
+                                                    : product.to(parameter.scalar_type());
+  mark_unreduced(scaled, unreduced_mark(grad));
+  return scaled;
 }
 
 }  // namespace
@@ -179,7 +181,6 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
                                                              true};
         parameter.mutable_grad() = scaled_again(parameter, master.grad(), inverse);
         master.mutable_grad().reset();
-        mark_unreduced(parameter.grad(), mark);
       });
     }
   }
@@ -191,9 +192,7 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
     place->second = {parameter, kept(grad), {}, is_unreduced(grad), {}};
     if (is_part(grad)) place->second.place = grad;
     if (!place->second.also_inside) return grad.reset();
-    const UnreducedMark mark = unreduced_mark(grad);
     grad = scaled_again(parameter, grad, inverse);
-    mark_unreduced(grad, mark);
   });
 }
 
@@ -226,9 +225,7 @@ void ScaledLoss::Work::begin_free() {
     at::Tensor& grad = parameter.mutable_grad();
     SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
     if (before.also_inside) {
-      const UnreducedMark mark = unreduced_mark(grad);
       grad = scaled_again(parameter, grad, inverse);
-      mark_unreduced(grad, mark);
     } else {
       grad.reset();
     }
