@@ -182,6 +182,7 @@ struct ReplicaSync::Impl {
   Hook hook_on(NodePtr accumulator, std::size_t index);
   void listen(std::size_t index);
   void follow(std::size_t index);
+  void prepare_reduction();
   void forget_failed_backward();
   void begin_backward_again();
   void forget_gradients();
@@ -653,6 +654,28 @@ void ReplicaSync::set_gradient_order(const std::optional<GradientOrder>& order) 
   if (!impl_->alone()) impl_->reduction->set_order(order);
 }
 
+// The reduction may make new buckets, into which it moves gradients.
+void ReplicaSync::Impl::prepare_reduction() {
+  // They are other tensors then, without the marks.
+  std::vector<at::Tensor> unreduced;
+  // Those of fp32 masters that a 16-bit model shows: a bucket would take them over, rounded.
+  std::vector<std::pair<at::Tensor, at::Tensor>> shown;
+  const auto put_back = c10::make_scope_exit([&] {
+    for (const auto& [parameter, grad] : shown) parameter.mutable_grad() = grad;
+  });
+  for (const auto& entry : trained.parameters) {
+    at::Tensor& grad = entry.tensor.mutable_grad();
+    if (!grad.defined()) continue;
+    if (grad.scalar_type() != entry.tensor.scalar_type()) {
+      shown.emplace_back(entry.tensor, std::exchange(grad, {}));
+    } else if (any_unreduced && is_unreduced(grad)) {
+      unreduced.push_back(entry.tensor);
+    }
+  }
+  reduction->before_forward();
+  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad(), next_pass);
+}
+
 void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
   refuse_capture();
@@ -670,28 +693,7 @@ void ReplicaSync::before_forward() {
   if (joining.has_value()) joining->announced = !reduces;
   if (!reduces) return;
   impl_->forward_version = impl_->weights_version();
-  // Gradients that move into new buckets are other tensors, without the marks.
-  std::vector<at::Tensor> unreduced;
-  if (impl_->any_unreduced) {
-    for (const auto& entry : impl_->trained.parameters) {
-      if (is_unreduced(entry.tensor.grad())) unreduced.push_back(entry.tensor);
-    }
-  }
-  {
-    // Those of fp32 masters that a 16-bit model shows: new buckets would take them over, rounded.
-    std::vector<std::pair<at::Tensor, at::Tensor>> shown;
-    const auto put_back = c10::make_scope_exit([&] {
-      for (const auto& [parameter, grad] : shown) parameter.mutable_grad() = grad;
-    });
-    for (const auto& entry : impl_->trained.parameters) {
-      at::Tensor& grad = entry.tensor.mutable_grad();
-      if (!grad.defined() || grad.scalar_type() == entry.tensor.scalar_type()) continue;
-      shown.emplace_back(entry.tensor, grad);
-      grad.reset();
-    }
-    impl_->reduction->before_forward();
-  }
-  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad(), impl_->next_pass);
+  impl_->prepare_reduction();
   if (!impl_->repeats_step) impl_->sync_buffers(true);
   impl_->repeats_step = true;
 }
