@@ -423,53 +423,13 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "OUTSIDE"));
 }
 
-TEST_F(Nodes, OutputIsCompleteIfNodeZeroIsLostDuringARestart) {
-  const auto listener = net::listen_on({"127.0.0.1", port_});
-  ASSERT_TRUE(listener.ok()) << listener.problem;
-  Assignment given;
-  given.run_id = "job";
-  given.nodes = given.world_size = 2;
-  given.node = given.first_rank = 1;
-  given.master_addr = "127.0.0.1";
-  given.master_port = 20000;
-  UnreadConsole console;
-  // As node 0, whose launcher is killed when the other node has joined again.
-  auto host = std::async(std::launch::async, [&] {
-    std::vector<pollfd> events{{listener.value.number(), POLLIN, 0}};
-    net::poll_until(events, Clock::now() + std::chrono::minutes(1));
-    Channel channel(net::accept_from(listener.value), std::chrono::minutes(1));
-    int joins = 0;
-    while (channel.is_open() && joins < 2) {
-      std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
-      net::poll_until(more, channel.deadline());
-      channel.update(Clock::now());
-      while (const auto message = channel.receive()) {
-        if (std::holds_alternative<Join>(*message) && ++joins == 1) channel.send(given);
-        if (std::holds_alternative<WorkerFailure>(*message))
-          channel.send(Outcome{Outcome::Kind::restart, std::nullopt, "a process failed"});
-      }
-    }
-    return joins;
-  });
-  auto job = start(node("seq 1 5000; exit 1", {2, 2}).tee(Streams::out));
-  host.wait();
-  // The console is read only after the launcher has noticed the loss.
-  job.wait_for(std::chrono::milliseconds(500));
-  auto text = console.read();
-  job.wait();
-  console.restore();
-  EXPECT_EQ(host.get(), 2);
-  const LaunchResult result = job.get();
-  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
-  EXPECT_THAT(result.reason, HasSubstr("node 0 is lost"));
-  EXPECT_EQ(text.get(), relayed_numbers(1, 5000));
-}
-
 // A false node 0, which gives this node the ranks from 1 on, and lets it restart when a process fails.
-// Then it ends at once, or waits for the second join.
+// Its launcher is killed then, when the node has joined again, or not at all.
 class RestartingHost {
  public:
-  RestartingHost(int port, int processes, bool ends_at_once) : ends_at_once_(ends_at_once) {
+  enum class Ends { at_failure, at_second_join, with_the_node };
+
+  RestartingHost(int port, int processes, Ends ends) : ends_(ends) {
     given_.run_id = "job";
     given_.nodes = 2;
     given_.node = given_.first_rank = 1;
@@ -482,22 +442,26 @@ class RestartingHost {
     done_ = std::async(std::launch::async, [this] { run(); });
   }
 
-  bool has_joins(int count) const { return joins_ >= count; }
+  int joins() const { return joins_; }
+  void wait() const { done_.wait(); }
 
  private:
+  bool is_at_end() const {
+    return (ends_ == Ends::at_failure && failed_) || (ends_ == Ends::at_second_join && joins_ >= 2);
+  }
+
   void run() {
     std::vector<pollfd> events{{listener_.number(), POLLIN, 0}};
     net::poll_until(events, Clock::now() + std::chrono::minutes(1));
     Channel channel(net::accept_from(listener_), std::chrono::minutes(1));
-    bool failed = false;
-    while (channel.is_open() && !(failed && ends_at_once_)) {
+    while (channel.is_open() && !is_at_end()) {
       std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
       net::poll_until(more, channel.deadline());
       channel.update(Clock::now());
       while (const auto message = channel.receive()) {
         if (std::holds_alternative<Join>(*message) && ++joins_ == 1) channel.send(given_);
         if (!std::holds_alternative<WorkerFailure>(*message)) continue;
-        failed = true;
+        failed_ = true;
         channel.send(Outcome{Outcome::Kind::restart, std::nullopt, "a process failed"});
       }
       channel.update(Clock::now());
@@ -505,17 +469,35 @@ class RestartingHost {
   }
 
   Assignment given_;
-  bool ends_at_once_;
+  Ends ends_;
   Descriptor listener_;
   std::atomic<int> joins_ = 0;
+  bool failed_ = false;
   std::future<void> done_;
 };
+
+TEST_F(Nodes, OutputIsCompleteIfNodeZeroIsLostDuringARestart) {
+  UnreadConsole console;
+  const RestartingHost host(port_, 1, RestartingHost::Ends::at_second_join);
+  auto job = start(node("seq 1 5000; exit 1", {2, 2}).tee(Streams::out));
+  host.wait();
+  // The console is read only after the launcher has noticed the loss.
+  job.wait_for(std::chrono::milliseconds(500));
+  auto text = console.read();
+  job.wait();
+  console.restore();
+  EXPECT_EQ(host.joins(), 2);
+  const LaunchResult result = job.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
+  EXPECT_THAT(result.reason, HasSubstr("node 0 is lost"));
+  EXPECT_EQ(text.get(), relayed_numbers(1, 5000));
+}
 
 // One process fails, and the other ignores SIGTERM.
 constexpr auto kFailsAndStays = "[ $LOCAL_RANK = 0 ] && exit 3; trap '' TERM; sleep 1000";
 
 TEST_F(Nodes, NodeZeroMayBeLostWhileProcessesStop) {
-  const RestartingHost host(port_, 2, /*ends_at_once=*/true);
+  const RestartingHost host(port_, 2, RestartingHost::Ends::at_failure);
   auto job = start(node(kFailsAndStays, {2, 2}, 2).grace(Seconds(0.5)));
   const bool ended = job.wait_for(std::chrono::seconds(30)) == std::future_status::ready;
   EXPECT_TRUE(ended);
@@ -525,11 +507,11 @@ TEST_F(Nodes, NodeZeroMayBeLostWhileProcessesStop) {
   EXPECT_THAT(result.reason, HasSubstr("node 0 is lost"));
 }
 
-// How the processes of the attempt ended is not how this signal ended any.
+// The processes of the attempt had ended before the signal.
 TEST_F(Nodes, ASignalBetweenTwoAttemptsIsTheExitCode) {
-  const RestartingHost host(port_, 2, /*ends_at_once=*/false);
+  const RestartingHost host(port_, 2, RestartingHost::Ends::with_the_node);
   auto job = start(node(kFailsAndStays, {2, 2}, 2).grace(Seconds(0.2)));
-  ASSERT_TRUE(eventually([&] { return host.has_joins(2); }));
+  ASSERT_TRUE(eventually([&] { return host.joins() == 2; }));
   launchers_[0]->stop(SIGTERM);
   const LaunchResult result = job.get();
   EXPECT_EQ(result.outcome, LaunchOutcome::interrupted);
