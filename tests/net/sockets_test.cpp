@@ -232,7 +232,7 @@ TEST(Connecting, EndsWithItsTimeout) {
   EXPECT_FALSE(second.value.is_open());
 }
 
-// Nobody can connect to the second one.
+// A connection to the second address fails on every machine.
 TEST(Connecting, TellsARefusalRatherThanWhyAnotherAddressFails) {
   const int port = address_of(FullListener().listener).port;
   const test::HostName name("node0", {"127.0.0.1", "255.255.255.255"});
