@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,20 @@ int start_listening(const Descriptor& socket, const addrinfo& address) {
   ::setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no));
   const bool is_bound = ::bind(socket.number(), address.ai_addr, address.ai_addrlen) == 0;
   return is_bound && ::listen(socket.number(), SOMAXCONN) == 0 ? 0 : errno;
+}
+
+// Whether the socket has connected to itself: TCP allows it if nobody listens at a port, and the
+// system chooses the same one for this end.
+bool is_own_peer(const Descriptor& socket) {
+  sockaddr_storage own{};
+  sockaddr_storage peer{};
+  auto* const own_pointer = reinterpret_cast<sockaddr*>(&own);
+  auto* const peer_pointer = reinterpret_cast<sockaddr*>(&peer);
+  socklen_t own_size = sizeof(own);
+  socklen_t peer_size = sizeof(peer);
+  return ::getsockname(socket.number(), own_pointer, &own_size) == 0 &&
+         ::getpeername(socket.number(), peer_pointer, &peer_size) == 0 && own_size == peer_size &&
+         std::memcmp(&own, &peer, own_size) == 0;
 }
 
 // Connects within the timeout. Returns the errno, or 0 on success.
@@ -168,7 +183,8 @@ void Listener::take_reserve() {
 
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout) {
   return start_first(address, EHOSTUNREACH, [&](const Descriptor& socket, const addrinfo& each) {
-    return start_connection(socket, each, timeout);
+    const int error = start_connection(socket, each, timeout);
+    return error == 0 && is_own_peer(socket) ? ECONNREFUSED : error;
   });
 }
 

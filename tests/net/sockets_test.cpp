@@ -232,6 +232,14 @@ TEST(Connecting, EndsWithItsTimeout) {
   EXPECT_FALSE(second.value.is_open());
 }
 
+// Linux takes even ports for connections, and so soon comes to a given one of them.
+TEST(Connecting, ToItselfIsARefusal) {
+  Address address = address_of(FullListener().listener);
+  address.port -= address.port % 2;
+  for (int i = 0; i < 30'000; ++i)
+    ASSERT_EQ(connect_to(address, seconds(30)).error, ECONNREFUSED) << "attempt " << i;
+}
+
 // A connection to the second address fails on every machine.
 TEST(Connecting, TellsARefusalRatherThanWhyAnotherAddressFails) {
   const int port = address_of(FullListener().listener).port;
