@@ -11,8 +11,9 @@
 namespace semitone::launch {
 namespace {
 
-// Reads the state and the group from /proc/<id>/stat: "17 (name) S <parent> <group> …", where a
-// name may contain any character.
+// Reads the state, the group and the number of threads, the 3rd, 5th and 20th value, from
+// /proc/<id>/stat: "17 (name) S <parent> <group> …", where a name may contain any character. A
+// process whose first thread has ended is called a zombie even if others of its threads continue.
 bool is_living_member(const std::filesystem::path& process, pid_t group) {
   std::ifstream file(process / "stat");
   std::string line;
@@ -24,7 +25,11 @@ bool is_living_member(const std::filesystem::path& process, pid_t group) {
   pid_t parent = 0;
   pid_t its_group = 0;
   rest >> state >> parent >> its_group;
-  return its_group == group && state != 'Z' && state != 'X';
+  std::string skipped;
+  for (int value = 6; value < 20; ++value) rest >> skipped;
+  int threads = 0;
+  rest >> threads;
+  return its_group == group && (threads > 1 || (state != 'Z' && state != 'X'));
 }
 
 }  // namespace
