@@ -3,8 +3,9 @@
 # LibTorch's own package file in the Python wheel requires the CUDA toolkit of its build and links NVSHMEM. This module
 # uses libtorch_cpu and libc10 directly. It searches these places, and the first hit counts:
 #   1. SEMITONE_LIBTORCH (CMake or environment): the folder that holds include/ and lib/
-#   2. Torch_DIR, CMAKE_PREFIX_PATH (CMake, then environment): an unpacked LibTorch or a site-packages/torch
-#   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it
+#   2. Torch_DIR, then Torch_ROOT and CMAKE_PREFIX_PATH (each of CMake, then of the environment): an unpacked LibTorch, a
+#      site-packages/torch, or torch.utils.cmake_prefix_path of Python
+#   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it; one for CPUs before one with CUDA
 #   4. LibTorch_BUILT_WITH, which the package file of an installed Semitone sets
 #   5. the torch package of python3
 #
@@ -15,6 +16,10 @@ include(FindPackageHandleStandardArgs)
 set(LibTorch_FIRST_TESTED 2.9)
 set(LibTorch_LAST_TESTED 2.15)
 
+# A relative folder of the command line is one of the folder that cmake was called in, in installed packages too.
+if(DEFINED CACHE{SEMITONE_LIBTORCH})
+  set(SEMITONE_LIBTORCH "" CACHE PATH "The LibTorch to use: the folder that holds include/ and lib/")
+endif()
 set(_candidates ${SEMITONE_LIBTORCH} $ENV{SEMITONE_LIBTORCH})
 set(_library "")
 if(NOT _candidates)
@@ -24,11 +29,19 @@ if(NOT _candidates)
     list(APPEND _candidates ${Torch_DIR}/../../..)
   endif()
   cmake_path(CONVERT "$ENV{CMAKE_PREFIX_PATH}" TO_CMAKE_PATH_LIST _prefixes)
-  foreach(_prefix ${CMAKE_PREFIX_PATH} ${_prefixes})
+  foreach(_prefix ${Torch_ROOT} $ENV{Torch_ROOT} ${CMAKE_PREFIX_PATH} ${_prefixes})
     list(APPEND _candidates ${_prefix} ${_prefix}/torch)
+    if(EXISTS ${_prefix}/Torch/TorchConfig.cmake)  # <LibTorch>/share/cmake
+      list(APPEND _candidates ${_prefix}/../..)
+    endif()
   endforeach()
-  file(GLOB _deps ${PROJECT_SOURCE_DIR}/.deps/libtorch-*/torch)
-  list(APPEND _candidates ${_deps} ${LibTorch_BUILT_WITH})
+  # What was interrupted lacks the file `complete`.
+  file(GLOB _deps ${PROJECT_SOURCE_DIR}/.deps/libtorch-*/complete)
+  list(TRANSFORM _deps REPLACE "complete$" "torch")
+  set(_deps_with_cuda ${_deps})
+  list(FILTER _deps EXCLUDE REGEX "-cuda/torch$")
+  list(FILTER _deps_with_cuda INCLUDE REGEX "-cuda/torch$")
+  list(APPEND _candidates ${_deps} ${_deps_with_cuda} ${LibTorch_BUILT_WITH})
 endif()
 
 # Each release has one of these.
@@ -158,7 +171,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
     target_link_libraries(LibTorch::cudart INTERFACE ${_cudart})
     # Loading it registers LibTorch's CUDA devices. A program calls no function of it, so the linker would drop it, and
     # LibTorch would find no device. One word, which CMake neither reorders nor merges with other flags.
-    string(JOIN "," _needed -Wl,--push-state,--no-as-needed ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY} --pop-state)
+    string(JOIN "," _needed -Wl,--push-state,--no-as-needed
+      "\"${LibTorch_CUDA_LIBRARY}\"" "\"${LibTorch_C10_CUDA_LIBRARY}\"" --pop-state)
     target_link_libraries(LibTorch::LibTorch INTERFACE ${_needed})
   endif()
 endif()

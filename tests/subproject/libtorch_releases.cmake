@@ -18,6 +18,9 @@ else()
   list(APPEND CMAKE_MODULE_PATH ${SOURCE}/cmake)
   find_package(LibTorch REQUIRED)
 endif()
+if(DEFINED FOLDER AND NOT LibTorch_ROOT_DIR STREQUAL FOLDER)
+  message(FATAL_ERROR \"expected \${FOLDER}, got \${LibTorch_ROOT_DIR}\")
+endif()
 get_target_property(links LibTorch::LibTorch INTERFACE_LINK_LIBRARIES)
 list(FILTER links INCLUDE REGEX gomp)
 if(NOT links STREQUAL GOMP)
@@ -104,6 +107,28 @@ function(expect_second_prefix prefix_of_environment prefix_of_cmake)
 endfunction()
 expect_second_prefix("" "${WORK}/headers;${WORK}/libtorch-2.11.0")
 expect_second_prefix(${WORK}/headers:${WORK}/libtorch-2.11.0 "")
+# torch.utils.cmake_prefix_path of Python is the folder of LibTorch's own package file.
+file(WRITE ${WORK}/libtorch-2.11.0/share/cmake/Torch/TorchConfig.cmake "")
+expect_second_prefix("" "${WORK}/headers;${WORK}/libtorch-2.11.0/share/cmake")
+
+# Configures the parent in `folder`, which has a .deps, and expects the LibTorch in `expected`.
+function(expect_folder folder expected)
+  file(REMOVE_RECURSE ${WORK}/build-folder)
+  execute_process(COMMAND ${CMAKE_COMMAND} -E env --unset=SEMITONE_LIBTORCH --unset=CMAKE_PREFIX_PATH
+      ${CMAKE_COMMAND} -S ${folder} -B ${WORK}/build-folder -DGOMP=gomp -DFOLDER=${expected} ${ARGN}
+    WORKING_DIRECTORY ${WORK}/headers OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+expect_folder(${WORK} ${WORK}/libtorch-2.11.0 -DTorch_ROOT=${WORK}/libtorch-2.11.0)
+expect_folder(${WORK} ${WORK}/libtorch-2.11.0 -DSEMITONE_LIBTORCH=../libtorch-2.11.0)
+# Of the clone's own: what was interrupted does not count, and one with CUDA counts last.
+file(COPY ${WORK}/CMakeLists.txt DESTINATION ${WORK}/clone)
+foreach(name libtorch-2.11.0-cuda.partial libtorch-2.11.0-cuda libtorch-2.11.0)
+  file(COPY ${WORK}/libtorch-2.11.0/ DESTINATION ${WORK}/clone/.deps/${name}/torch)
+endforeach()
+file(TOUCH ${WORK}/clone/.deps/libtorch-2.11.0-cuda/complete)
+expect_folder(${WORK}/clone ${WORK}/clone/.deps/libtorch-2.11.0-cuda/torch)
+file(TOUCH ${WORK}/clone/.deps/libtorch-2.11.0/complete)
+expect_folder(${WORK}/clone ${WORK}/clone/.deps/libtorch-2.11.0/torch)
 
 # A folder that is not there is an error, also from the environment: LibTorch is not taken from elsewhere.
 execute_process(COMMAND ${CMAKE_COMMAND} -E env SEMITONE_LIBTORCH=${WORK}/none ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build-none
