@@ -77,7 +77,7 @@ string(REGEX MATCH "^([0-9]+)[.]([0-9]+)" LibTorch_RELEASE ${LibTorch_VERSION})
 math(EXPR next "${CMAKE_MATCH_2} + 1")
 set(LibTorch_NEXT_RELEASE ${CMAKE_MATCH_1}.${next})
 configure_package_config_file(cmake/semitoneConfig.cmake.in ${PROJECT_BINARY_DIR}/semitoneConfig.cmake
-  INSTALL_DESTINATION ${package_dir})
+  INSTALL_DESTINATION ${package_dir} PATH_VARS CMAKE_INSTALL_LIBDIR)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/semitoneConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/semitoneConfig.cmake ${PROJECT_BINARY_DIR}/semitoneConfigVersion.cmake
   cmake/FindLibTorch.cmake DESTINATION ${package_dir} COMPONENT Development)

@@ -44,7 +44,15 @@ foreach(program SEMITONE_zsh SEMITONE_fish SEMITONE_groff DPKG_SHLIBDEPS_PROGRAM
     MPIRUN_PROGRAM IP_PROGRAM RUSTC_PROGRAM MCS_PROGRAM JAVAC_PROGRAM)
   list(APPEND hidden -D${program}=)
 endforeach()
-execute_process(COMMAND ${configure} -B ${WORK}/tests -DSEMITONE_LIBRARY=BOTH ${hidden} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+# With absolute folders for libraries and headers, as some packagers pass them.
+execute_process(COMMAND ${configure} -B ${WORK}/tests -DSEMITONE_LIBRARY=BOTH ${hidden}
+    -DCMAKE_INSTALL_LIBDIR=/elsewhere/lib -DCMAKE_INSTALL_INCLUDEDIR=/elsewhere/include
+  OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+file(READ ${WORK}/tests/semitone.pc pc)
+file(READ ${WORK}/tests/semitoneConfig.cmake config)
+if(NOT pc MATCHES "\nlibdir=/elsewhere/lib\nincludedir=/elsewhere/include\n" OR NOT config MATCHES "_LIBRARY_DIR /elsewhere/lib\\)")
+  message(FATAL_ERROR "expected absolute folders as they were given, got:\n${pc}\n${config}")
+endif()
 execute_process(COMMAND ${CMAKE_CTEST_COMMAND} --test-dir ${WORK}/tests -N OUTPUT_VARIABLE tests COMMAND_ERROR_IS_FATAL ANY)
 file(READ ${WORK}/tests/missing_tests.txt missing)
 foreach(name ${names})
