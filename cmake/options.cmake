@@ -50,8 +50,13 @@ endif()
 set(SEMITONE_LIBTORCH "" CACHE PATH
     "The LibTorch to use: the folder that holds include/ and lib/. Empty: search (cmake/FindLibTorch.cmake)")
 
-if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
-  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  if(PROJECT_IS_TOP_LEVEL)
+    set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+  elseif(NOT CMAKE_CXX_FLAGS MATCHES "-O")
+    message(WARNING "[cmake.options] expected a build type, got none: the compiler does not optimise, and Semitone's kernels are many "
+      "times slower — configure with -DCMAKE_BUILD_TYPE=Release")
+  endif()
 endif()
 
 set(CMAKE_CXX_STANDARD 20)
@@ -63,8 +68,10 @@ if(NOT PROJECT_IS_TOP_LEVEL)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fno-fast-math;-fno-unsafe-math-optimizations;-fno-finite-math-only>")
   # Larger units than those of the presets have helpers of the same names.
   set(CMAKE_UNITY_BUILD_BATCH_SIZE 16)
-  # Folders of sources hold headers with the names of the system's.
+  # Folders of sources hold headers with the names of the system's, and a parent may have headers with the names of ours, or
+  # other releases of fmt (LibTorch's folder does): they would come before our own.
   set(CMAKE_INCLUDE_CURRENT_DIR OFF)
+  set_property(DIRECTORY PROPERTY INCLUDE_DIRECTORIES "")
   foreach(linter CLANG_TIDY CPPCHECK CPPLINT INCLUDE_WHAT_YOU_USE)
     set(CMAKE_CXX_${linter} "")
   endforeach()
@@ -72,6 +79,9 @@ endif()
 if(NOT SEMITONE_LIBRARY STREQUAL STATIC)  # src/exports.map chooses among visible names
   set(CMAKE_CXX_VISIBILITY_PRESET default)
   set(CMAKE_VISIBILITY_INLINES_HIDDEN OFF)
+  if(NOT PROJECT_IS_TOP_LEVEL)  # the variables' flags come before a parent's
+    add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fvisibility=default;-fno-visibility-inlines-hidden>")
+  endif()
 endif()
 # The same flag for libraries and programs, so that all share one precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
