@@ -29,7 +29,9 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("cli11@2.1:", type="build", when="+program")
     # LibTorch is part of PyTorch's package.
     depends_on("py-torch@2.9: +distributed +gloo", type=("build", "link", "run"))
-    depends_on("py-torch +cuda", when="+cuda")
+    # Older releases run on GPUs without Semitone's kernels, and the kernels need nvcc 12.1.
+    depends_on("py-torch@2.11: +cuda", when="+cuda")
+    depends_on("cuda@12.1:", when="+cuda")
 
     conflicts("%gcc@:11", msg="Semitone needs GCC 12 or newer")
     conflicts("%clang@:13", msg="Semitone needs clang 14 or newer")
@@ -40,7 +42,7 @@ class Semitone(CMakePackage, CudaPackage):
     def cmake_args(self):
         # …/site-packages/torch/share/cmake
         cmake_files = self.spec["py-torch"].package.cmake_prefix_paths[0]
-        return [
+        args = [
             self.define("SEMITONE_LIBTORCH", ancestor(cmake_files, 2)),
             self.define("SEMITONE_LIBRARY", "SHARED" if self.spec.satisfies("+shared") else "STATIC"),
             self.define_from_variant("SEMITONE_APPS", "program"),
@@ -49,3 +51,7 @@ class Semitone(CMakePackage, CudaPackage):
             self.define("CMAKE_UNITY_BUILD_BATCH_SIZE", 16),
             *[self.define(f"SEMITONE_{part}", False) for part in ["TESTS", "EXAMPLES", "BENCHMARKS", "WERROR"]],
         ]
+        architectures = self.spec.variants["cuda_arch"].value if self.spec.satisfies("+cuda") else ("none",)
+        if architectures != ("none",):
+            args.append(self.define("CMAKE_CUDA_ARCHITECTURES", ";".join(architectures)))
+        return args
