@@ -49,8 +49,10 @@ build: configure  ## Build everything
 	$(say) "compiling with $(JOBS) jobs (about 30 minutes from nothing on 2 cores)"
 	@cmake --build $(BUILD) -j $(JOBS)
 
-package: program  ## Make .deb packages and a .tar.gz of Semitone, into build/release/packages/ (docs/packages.md)
-	@cmake --build $(BUILD) -j $(JOBS) --target semitone_pages semitone_c semitone_shared
+package: configure  ## Make .deb packages and a .tar.gz of Semitone, into build/release/packages/ (docs/packages.md)
+	@grep -q '^SEMITONE_LIBRARY:STRING=BOTH$$' $(BUILD)/CMakeCache.txt || { \
+	  echo "[make.package] expected a preset that builds both kinds of libraries, got $(PRESET) — use release or cuda" >&2; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS) --target semitone_cli semitone_pages semitone_c semitone_shared
 	@cd $(BUILD) && cpack
 
 mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
