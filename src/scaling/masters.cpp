@@ -201,8 +201,18 @@ void Masters::step(bool in_one_pass) {
   hide_gradients();
   if (fused_ == nullptr) {
     widen_states();
+    // A graph may have saved the weights that have no gradient: they get no new version.
+    std::vector<bool> has_gradient;
+    for (const Pair& pair : pairs_) has_gradient.push_back(pair.master.grad().defined());
     if (!in_one_pass || !optim::step_in_one_pass(*optimizer_)) optimizer_->step();
-    write_model();
+    for (std::size_t i = 0; i < pairs_.size(); ++i) {
+      Pair& pair = pairs_[i];
+      const bool stepped = has_gradient[i] || master_changed(pair) || is_ahead(pair);
+      if (!stepped) continue;
+      pair.parameter.copy_(pair.master);
+      agreed(pair);
+    }
+    maybe_stepped_ = false;
     return;
   }
   step_fused([this](const optim::FusedStep& how) { fused_->step(how); });

@@ -132,18 +132,23 @@ class Masters {
     at::Tensor places;  // in the order of the sizes; undefined: all
     at::Tensor values;  // undefined: none
   };
+  // The bits of some numbers of a tensor, from the start of its memory to its end; on a CPU only.
+  // They show writes through tensor.data(), which has a version counter of its own.
+  using Probes = std::array<std::uint32_t, 16>;
   struct Pair {
     at::Tensor parameter;
     at::Tensor master;
-    // Versions and addresses when the two last agreed.
+    // Versions, addresses and probes when the two last agreed.
     std::uint32_t parameter_version = 0;
     const void* parameter_data = nullptr;
+    Probes parameter_probes = {};
     std::uint32_t master_version = 0;
     const void* master_data = nullptr;
-    std::array<std::uint32_t, 4> probes = {};  // bits of some of its numbers; on a CPU only
+    Probes master_probes = {};
     optim::DeferredGradient deferred = {};
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
     std::uint32_t shown_version = 0;
+    Probes shown_probes = {};      // where gradients are clipped only when step() reads them
     bool changed_clipped = false;  // it was hidden with such a change: see has_changed_clipped()
     Replaced replaced = {};
   };
@@ -158,7 +163,8 @@ class Masters {
   void give_back();
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
-  static std::array<std::uint32_t, 4> probe(const at::Tensor& master);
+  static Probes probe(const at::Tensor& tensor);
+  static bool shown_changed(const Pair& pair);
   bool is_ahead(const Pair& pair) const;
   void require_updated_model(const Pair& pair) const;
   static void take_parameter(Pair& pair);

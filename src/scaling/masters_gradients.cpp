@@ -62,6 +62,7 @@ void Masters::show_gradients() {
     if (in_model.defined() || !grad.defined()) continue;
     in_model = pair.shown = grad;
     pair.shown_version = version_of(grad);
+    pair.shown_probes = clipped_ ? probe(grad) : Probes{};
     shown_ = true;
   }
 }
@@ -73,7 +74,7 @@ void Masters::hide_gradients() {
     if (!shown.defined()) continue;
     at::Tensor& in_model = pair.parameter.mutable_grad();
     if (in_model.is_same(shown)) {
-      pair.changed_clipped |= clipped_ && version_of(in_model) != pair.shown_version;
+      pair.changed_clipped |= clipped_ && shown_changed(pair);
       in_model.reset();
       continue;
     }
@@ -105,8 +106,14 @@ bool Masters::has_changed_clipped() const {
            if (pair.changed_clipped) return true;
            const at::Tensor& in_model = pair.parameter.grad();
            return pair.shown.defined() && in_model.defined() &&
-                  (!in_model.is_same(pair.shown) || version_of(in_model) != pair.shown_version);
+                  (!in_model.is_same(pair.shown) || shown_changed(pair));
          });
+}
+
+// LibTorch's functions that clip gradients write to their data().
+bool Masters::shown_changed(const Pair& pair) {
+  const at::Tensor& shown = pair.parameter.grad();
+  return version_of(shown) != pair.shown_version || probe(shown) != pair.shown_probes;
 }
 
 void Masters::take_gradients(Gradients& pass) {

@@ -4,10 +4,10 @@
 #include "src/core/state_mode.h"
 #include "src/scaling/masters.h"
 
-#include <array>
-#include <bit>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 // Weights have states too. A pair agrees while both versions and addresses are those recorded by
@@ -30,15 +30,17 @@ at::Tensor differ(const at::Tensor& value, const at::Tensor& exact) {
 void Masters::agreed(Pair& pair) {
   pair.parameter_version = static_cast<std::uint32_t>(pair.parameter._version());
   pair.parameter_data = pair.parameter.const_data_ptr();
+  pair.parameter_probes = probe(pair.parameter);
   pair.master_version = static_cast<std::uint32_t>(pair.master._version());
   pair.master_data = pair.master.const_data_ptr();
-  pair.probes = probe(pair.master);
+  pair.master_probes = probe(pair.master);
   pair.replaced = {};
 }
 
 bool Masters::parameter_changed(const Pair& pair) {
   return pair.parameter_version != static_cast<std::uint32_t>(pair.parameter._version()) ||
-         pair.parameter_data != pair.parameter.const_data_ptr();
+         pair.parameter_data != pair.parameter.const_data_ptr() ||
+         pair.parameter_probes != probe(pair.parameter);
 }
 
 bool Masters::master_changed(const Pair& pair) {
@@ -46,21 +48,24 @@ bool Masters::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
-// The bits of four numbers, from the start of a master's memory to its end.
-std::array<std::uint32_t, 4> Masters::probe(const at::Tensor& master) {
-  std::array<std::uint32_t, 4> numbers = {};
-  const std::int64_t count = master.is_non_overlapping_and_dense() ? master.numel() : 0;
-  if (count == 0 || !master.is_cpu()) return numbers;
-  const auto* const data = master.const_data_ptr<float>();
-  for (std::int64_t i = 0; i < 4; ++i)
-    numbers[static_cast<std::size_t>(i)] = std::bit_cast<std::uint32_t>(data[(count - 1) * i / 3]);
-  return numbers;
+Masters::Probes Masters::probe(const at::Tensor& tensor) {
+  Probes probes = {};
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided ||
+      !tensor.is_non_overlapping_and_dense() || tensor.numel() == 0)
+    return probes;
+  const auto stride = static_cast<std::size_t>(tensor.element_size());
+  const std::size_t size = std::min(stride, sizeof(probes[0]));
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  const auto last = static_cast<std::size_t>(tensor.numel()) - 1;
+  for (std::size_t i = 0; i < probes.size(); ++i)
+    std::memcpy(&probes[i], data + last * i / (probes.size() - 1) * stride, size);
+  return probes;
 }
 
 // Whether optimizer.step() has changed a master, and the model does not have that yet. LibTorch's SGD
 // changes no version.
 bool Masters::is_ahead(const Pair& pair) const {
-  return maybe_stepped_ && (master_changed(pair) || probe(pair.master) != pair.probes);
+  return maybe_stepped_ && (master_changed(pair) || probe(pair.master) != pair.master_probes);
 }
 
 void Masters::require_updated_model() const {
@@ -140,11 +145,11 @@ void Masters::keep_replaced(Pair& pair, const at::Tensor& differs) {
 void Masters::pull() {
   const StateMode mode;
   adopt({});
-  for (Pair& pair : pairs_) {
-    if (!parameter_changed(pair)) continue;
-    require_updated_model(pair);
-    take_parameter(pair);
-  }
+  // All first: pairs may have memory in common.
+  for (const Pair& pair : pairs_)
+    if (parameter_changed(pair)) require_updated_model(pair);
+  for (Pair& pair : pairs_)
+    if (parameter_changed(pair)) take_parameter(pair);
 }
 
 void Masters::sync() {
@@ -158,7 +163,8 @@ void Masters::sync() {
       // Usually it did not step, and a graph that saved the parameter must stay valid: no new
       // version.
       pair.parameter.variable_data().copy_(pair.master);
-      pair.probes = probe(pair.master);
+      pair.parameter_probes = probe(pair.parameter);
+      pair.master_probes = probe(pair.master);
     }
   }
   if (maybe_stepped_) clear_cast_cache();

@@ -188,16 +188,18 @@ TEST(DeferredGradientsOfAdam, AreMovedAsTheyWereClipped) {
 
 // The model shows them as they were, and step() multiplies what it reads.
 TEST(DeferredGradientsOfAdam, AreNotChangedAfterTheyWereClipped) {
-  for (const bool in_place : {false, true}) {
+  const std::vector<std::function<void(const at::Tensor&)>> changes{
+      [](const at::Tensor& parameter) { parameter.mutable_grad().add_(1); },
+      [](const at::Tensor& parameter) { parameter.mutable_grad() = parameter.grad() + 1; },
+      // LibTorch's functions change no version.
+      [](const at::Tensor& parameter) { torch::nn::utils::clip_grad_value_({parameter}, 1e-6); },
+      [](const at::Tensor& parameter) { torch::nn::utils::clip_grad_norm_({parameter}, 1e-6); },
+  };
+  for (const auto& change : changes) {
     Trained trained(adam());
     trained.backward(0);
     trained.mixed.clip_grad_norm_(*trained.optimizer, 0.01);
-    const at::Tensor parameter = trained.model->parameters()[0];
-    if (in_place) {
-      parameter.mutable_grad().add_(1);
-    } else {
-      parameter.mutable_grad() = parameter.grad() + 1;
-    }
+    change(trained.model->parameters()[0]);
     const at::Tensor before = trained.masters()[0].detach().clone();
     test::expect_error([&] { trained.mixed.step(*trained.optimizer); },
                        {"[amp.mixed_precision.step]", "before clip_grad_norm_"});

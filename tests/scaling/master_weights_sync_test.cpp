@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/scaling/master_weights.h"
+#include "src/scaling/masters.h"
 #include "tests/scaling/master_weights_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -59,6 +60,20 @@ TEST(MasterWeights, ParametersThatShareMemoryHaveMastersThatDo) {
   EXPECT_TRUE(same_bits(train(torch::kBFloat16), train(torch::kFloat)));
 }
 
+TEST(MasterWeights, AChangeOfAParameterIsOneOfThoseThatShareItsMemory) {
+  const auto first = torch::ones({4}, torch::kBFloat16).requires_grad_(true);
+  const auto second = first.variable_data().requires_grad_(true);
+  torch::optim::SGD optimizer({first, second}, 0.25);
+  MasterWeights masters(optimizer);
+  first.mutable_grad() = torch::ones({4}, torch::kBFloat16);
+  masters.take_gradients();
+  const torch::NoGradGuard no_grad;
+  first.clamp_(-0.5, 0.5);
+  masters.sync();
+  EXPECT_TRUE(same_bits(masters.master_of(first), torch::full({4}, 0.5F)));
+  EXPECT_TRUE(same_bits(masters.master_of(second), torch::full({4}, 0.5F)));
+}
+
 TEST(MasterWeights, AParameterThatIsFrozenNoMoreGetsAMasterAtSync) {
   const auto weight = parameter({2}).requires_grad_(false);
   torch::optim::SGD optimizer({parameter({3}), weight}, 0.1);
@@ -94,6 +109,12 @@ TEST(MasterWeights, ChangedParametersGiveTheirValuesToTheirMasters) {
       [](const at::Tensor& weight) { weight.set_data(torch::full({4}, 5, torch::kBFloat16)); },
       [](const at::Tensor& weight) { torch::nn::init::normal_(weight); },
       [](const at::Tensor& weight) { weight[2] = 7; },
+      // These change no version.
+      [](const at::Tensor& weight) { weight.data().copy_(torch::full({4}, 3)); },
+      [](const at::Tensor& weight) { weight.data().clamp_(-0.01, 0.01); },
+      [](const at::Tensor& weight) {
+        for (int i = 0; i < 4; ++i) weight.mutable_data_ptr<at::BFloat16>()[i] = 0.5;
+      },
   };
   for (const auto& change : changes) {
     Pair pair;
@@ -224,6 +245,24 @@ TEST(MasterWeights, SyncBetweenForwardAndBackwardKeepsTheGraphGood) {
   masters.take_gradients();
   masters.sync();
   EXPECT_NO_THROW(second.backward());
+}
+
+// Two losses, of which the first trains only one of the models.
+TEST(MasterWeights, StepsChangeNoWeightWithoutAGradient) {
+  for (const bool in_one_pass : {false, true}) {
+    SCOPED_TRACE(in_one_pass);
+    const auto trained = parameter({4});
+    const auto other = parameter({4});
+    torch::optim::AdamW optimizer({trained, other}, 0.1);
+    Masters masters(optimizer);
+    const auto loss = other.pow(2).sum();
+    trained.pow(2).sum().backward();
+    masters.take_gradients();
+    const auto before = trained.detach().clone();
+    masters.step(in_one_pass);
+    EXPECT_FALSE(same_bits(trained, before));
+    EXPECT_NO_THROW(loss.backward());
+  }
 }
 
 TEST(MasterWeights, SetChangesBothSides) {

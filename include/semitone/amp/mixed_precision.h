@@ -140,7 +140,8 @@ class [[nodiscard]] MixedPrecision {
   /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
   /// these stay in the model as they are, and step() multiplies them by the clipping factor when it
   /// reads them. Change gradients before that: changes since are an Error of step() and of
-  /// master_params there.
+  /// master_params there. (LibTorch's functions that clip gradients write through data(). That is
+  /// only noticed on a CPU, by 16 elements of each gradient.)
   ///
   /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
   /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error

@@ -77,7 +77,8 @@ class [[nodiscard]] MasterWeights {
 
   /// Synchronises parameters and masters after changes that this class did not make.
   /// - A parameter was written to (clamped, masked, loaded, averaged). Its version counter shows
-  ///   this, so writes through tensor.data() are not detected. Elements that differ from their
+  ///   this. A write through tensor.data() is only noticed on a CPU, and only if it changes one of
+  ///   16 elements of the parameter, spread evenly. Elements that differ from their
   ///   rounded master, also NaNs, are copied to the master. Other elements keep their exact value,
   ///   so that clamping after each step costs no precision.
   /// - A master was changed (optimizer.step() without write_model()). It is rounded into its
@@ -98,7 +99,8 @@ class [[nodiscard]] MasterWeights {
   /// Does the part of sync() that changes masters.
   void pull();
 
-  /// Calls optimizer.step() and write_model(), in one pass for a FusedOptimizer.
+  /// Calls optimizer.step(), and rounds the masters that it has changed into their parameters, in
+  /// one pass for a FusedOptimizer.
   void step();
 
   /// Drops the masters' gradients. Call it if no step will use them.
