@@ -61,6 +61,7 @@ struct MixedPrecision::Impl {
     std::size_t component = 0;
     bool warned_of_no_gradient = false;
     bool warned_of_no_scale = false;
+    bool warned_of_kept_gradients = false;
     // Until the first call of MixedPrecision::step, with masters: forward passes with gradients in
     // the model, and backward passes of scaled losses.
     int unseen_backwards = 0;
@@ -129,7 +130,7 @@ struct MixedPrecision::Impl {
     at::Tensor grad;
     at::Tensor master = {};    // whose gradient it was; undefined: the parameter's
     bool also_inside = false;  // the model's gradient contains it too, scaled
-    at::Tensor place = {};     // part of a larger tensor of the program, of which grad is a copy
+    at::Tensor place = {};     // the gradient as the program has it too
   };
 
   // A tensor of a model that initialize cast to 16 bits.
@@ -278,6 +279,7 @@ struct MixedPrecision::Impl {
   // Warnings for code that would silently train badly or not at all.
   void check_plain_loss(const at::Tensor& loss);
   void warn_of_gradients(OptimizerRecord& record);
+  void warn_of_kept_gradients(OptimizerRecord& record) const;
   void count_unseen_backward(OptimizerRecord& record, const char* caller);
   void count_unused_backward(OptimizerRecord& record);
   // One line in the log, at verbosity 1 and on the first rank.

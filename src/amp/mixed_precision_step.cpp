@@ -276,12 +276,13 @@ StepResult MixedPrecision::Impl::end_step_on_device(OptimizerRecord& record,
       losses.push_back({one.loss_id, one.named});
     }
   }
-  std::erase_if(pending, [&](const Pending& one) { return concerns(one, record); });
   const at::Tensor list = at::stack(flags);
   const at::Tensor found_inf = flags.size() == 1 ? flags.front() : list.amax();
   // Before the optimizer's work: the host need not wait for that.
   const auto late = std::make_shared<detail::LateFlags>(list);
   take(found_inf, late);
+  // If it throws, a later step still reads them.
+  std::erase_if(pending, [&](const Pending& one) { return concerns(one, record); });
   clear_cast_cache();
   if (record.masters.has_value()) record.masters->clear_gradients();
   undecided.push_back({late, std::move(losses), &record});

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -17,11 +18,19 @@ bool is_part(const at::Tensor& grad) {
   return grad.layout() == at::kStrided && grad.storage().nbytes() != grad.nbytes();
 }
 
-// Keeps a gradient while backward runs. A gradient that is part of a larger tensor, such as a
-// bucket that is reduced over ranks, is copied, since the backward pass writes there.
+bool shares_memory(const at::Tensor& grad) {
+  return is_part(grad) || (grad.layout() == at::kStrided && grad.storage().use_count() > 1);
+}
+
+// Whether others than its parameter have a gradient: it is in memory of another tensor, such as a
+// bucket that is reduced over ranks, or the program keeps the tensor.
+bool is_shared(const at::Tensor& grad) {
+  return shares_memory(grad) || (grad.layout() == at::kStrided && grad.use_count() > 1);
+}
+
+// Keeps a gradient while backward runs, which may write to the memory of other tensors.
 at::Tensor kept(const at::Tensor& grad) {
-  if (grad.layout() != at::kStrided) return grad;
-  return grad.storage().use_count() == 1 && !is_part(grad) ? grad : grad.clone();
+  return shares_memory(grad) ? grad.clone() : grad;
 }
 
 // A gradient times a scale, as backward would have left it in the parameter, with its mark.
@@ -168,7 +177,15 @@ void ScaledLoss::Work::finish(const Elsewhere& there) {
 }
 
 void ScaledLoss::Work::begin(OptimizerRecord& record) {
-  if (record.masters.has_value()) record.masters->move_deferred_gradients();
+  if (record.masters.has_value()) {
+    record.masters->move_deferred_gradients();
+    bool any_shared = false;
+    record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
+      const at::Tensor& grad = parameter.grad();
+      any_shared = any_shared || (grad.defined() && is_shared(grad));
+    });
+    if (any_shared) mixed->warn_of_kept_gradients(record);
+  }
   if (const UnreducedMarks marks(record); !marks.empty()) {
     // This rank's own gradients must be reduced together with the new ones.
     Impl::take_unscaled_gradients(record);
@@ -184,13 +201,20 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
       });
     }
   }
-  record.for_each_leaf([this](const at::Tensor& parameter) {
+  // Backward may give two parameters gradients in the same memory, which is neither's own.
+  std::unordered_map<const void*, int> users;
+  record.for_each_leaf([&](const at::Tensor& parameter) {
+    const at::Tensor& grad = parameter.grad();
+    if (grad.defined() && shares_memory(grad)) ++users[grad.const_data_ptr()];
+  });
+  record.for_each_leaf([&](const at::Tensor& parameter) {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
     const auto [place, is_new] = mixed->set_aside.try_emplace(parameter.unsafeGetTensorImpl());
     if (!is_new && place->second.also_inside) return;
+    const bool shared = is_shared(grad) && users[grad.const_data_ptr()] < 2;
     place->second = {parameter, kept(grad), {}, is_unreduced(grad), {}};
-    if (is_part(grad)) place->second.place = grad;
+    if (shared && !grad.requires_grad()) place->second.place = grad;
     if (!place->second.also_inside) return grad.reset();
     grad = scaled_again(parameter, grad, inverse);
   });
@@ -239,9 +263,9 @@ void ScaledLoss::Work::erase_set_aside(const OptimizerRecord& optimizer) {
   });
 }
 
-// A program may keep all gradients in one tensor, which it zeroes and sends to other ranks itself.
-// Backward adds to such gradients in place, without a loss scale; so they return there. Those that
-// are parts of another tensor since, such as a new bucket, stay.
+// A program may keep the gradients, in one tensor or several, which it zeroes and sends to other
+// ranks itself. Backward adds to such gradients in place, without a loss scale; so they return
+// there. Those that others have since, such as a new bucket, stay.
 void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
   const at::NoGradGuard no_grad;
   optimizer.for_each_without_master([this](const at::Tensor& parameter) {
@@ -250,8 +274,9 @@ void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
     if (found == mixed->set_aside.end() || !found->second.place.defined() || !grad.defined())
       return;
     const at::Tensor& place = found->second.place;
-    if (is_part(grad) || grad.requires_grad() || grad.layout() != at::kStrided ||
-        grad.scalar_type() != place.scalar_type() || grad.sizes() != place.sizes())
+    if (is_part(grad) || grad.use_count() > 1 || grad.is_alias_of(place) || grad.requires_grad() ||
+        grad.layout() != at::kStrided || grad.scalar_type() != place.scalar_type() ||
+        grad.sizes() != place.sizes())
       return;
     const UnreducedMark mark = unreduced_mark(grad);
     grad = place.copy_(grad);

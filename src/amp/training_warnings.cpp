@@ -68,6 +68,15 @@ void MixedPrecision::Impl::warn_of_gradients(OptimizerRecord& record) {
             "mixed.scale_loss(loss, optimizer).backward() instead, or model->zero_grad()");
 }
 
+// With master weights, gradients move to the masters, away from memory of the program.
+void MixedPrecision::Impl::warn_of_kept_gradients(OptimizerRecord& record) const {
+  if (std::exchange(record.warned_of_kept_gradients, true)) return;
+  warn(
+      "the program keeps tensors that are gradients of the model: with master weights, "
+      "mixed.step(optimizer) does not read them; take parameter.grad() again after each backward "
+      "pass");
+}
+
 namespace {
 
 // More micro-batches than programs accumulate.

@@ -6,11 +6,13 @@
 #include "semitone/scaling/grad_scaler.h"
 #include "src/core/dtype_limits.h"
 #include "tests/amp/training_idioms_fixture.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/levels.h"
 #include "tests/support/tensors.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -140,6 +142,69 @@ TEST(GradientsOfTheModel, StayInTheTensorThatTheProgramKeepsThemIn) {
       want.step();
     }
   }
+}
+
+TEST(GradientsOfTheModel, StayInTheTensorsThatTheProgramKeeps) {
+  for (const std::string level : {"O0", "O1", "O3"}) {
+    SCOPED_TRACE(level);
+    const Options options =
+        Options(level).dtype(torch::kHalf).loss_scale(level == "O0" ? "1" : "128");
+    Training trained(options, sgd(0.5));
+    Training want(options, sgd(0.5));
+    std::vector<at::Tensor> kept;
+    for (const at::Tensor& parameter : trained.model->parameters())
+      kept.push_back(parameter.mutable_grad() = torch::zeros_like(parameter));
+    for (std::uint64_t i = 0; i < 2; ++i) {
+      trained.model->zero_grad(/*set_to_none=*/false);
+      trained.backward(1, i);
+      want.mixed->zero_grad(*want.optimizer);
+      want.backward(1, i);
+      const auto parameters = want.model->parameters();
+      for (std::size_t k = 0; k < kept.size(); ++k) {
+        EXPECT_TRUE(trained.model->parameters()[k].grad().is_alias_of(kept[k]));
+        expect_bitwise_equal(kept[k], parameters[k].grad());
+      }
+      trained.step();
+      want.step();
+    }
+  }
+}
+
+// Autograd gives both parameters a gradient in the same memory.
+TEST(GradientsOfTheModel, OfTwoParametersInOneMemoryAreSumsOfTheirOwn) {
+  const auto train = [](const Options& options) {
+    torch::nn::Module model;
+    const auto first = model.register_parameter("first", torch::ones({2, 3}));
+    const auto second = model.register_parameter("second", torch::ones({6}));
+    torch::optim::SGD optimizer(model.parameters(), 0.5);
+    auto mixed = initialize(model, optimizer, Options(options).verbosity(0));
+    (first + second.view({2, 3})).sum().backward();
+    mixed.scale_loss(first.sum() * 3, optimizer).backward();
+    return std::vector<at::Tensor>{first.grad().clone(), second.grad().clone()};
+  };
+  const auto grads = train(Options("O1").dtype(torch::kHalf).loss_scale("128"));
+  expect_bitwise_equal(grads[0], torch::full({2, 3}, 4.));
+  expect_bitwise_equal(grads[1], torch::ones({6}));
+}
+
+// They are in 16 bits, and the masters' in fp32.
+TEST(GradientsOfTheModel, AreWarnedOfIfTheProgramKeepsThemAndThereAreMasters) {
+  auto model = make_net();
+  torch::optim::SGD optimizer(model->parameters(), 0.5);
+  auto mixed = initialize(model, optimizer, Options("O2").dtype(torch::kHalf).loss_scale("128"));
+  const auto train = [&] {
+    mixed.scale_loss(mixed.forward(model, torch::ones({4, 12})).sum(), optimizer).backward();
+    mixed.step(optimizer);
+  };
+  const test::CapturedLog log;
+  train();
+  train();
+  EXPECT_EQ(log.text(), "");
+  std::vector<at::Tensor> kept;
+  for (const at::Tensor& parameter : model->parameters())
+    kept.push_back(parameter.mutable_grad() = torch::zeros_like(parameter));
+  train();
+  EXPECT_THAT(log.text(), testing::HasSubstr("take parameter.grad() again"));
 }
 
 // Between forward and backward, as GANs do for the gradients that the other loss has left.
