@@ -148,6 +148,7 @@ void FusedOptimizer::load(InputArchive& archive) {
     InputArchive stored_options = read_archive(stored, "options", kLoad);
     auto& options = new_options.emplace_back(group.options().clone());
     options->serialize(stored_options);
+    keep_storage(*options, group.options());
     check(*options);
     for (std::size_t i = 0; i < group.params().size(); ++i) {
       const at::Tensor& parameter = group.params()[i];
@@ -156,8 +157,17 @@ void FusedOptimizer::load(InputArchive& archive) {
       if (!keys.insert(key).second && parameter.numel() == 0) continue;
       auto one = find_archive(states, key, kLoad);
       if (!one.has_value() && steps.has_value()) one = find_archive(*steps, key, kLoad);
-      if (!one.has_value()) continue;
+      // The lower halves belong to the weights, which a file without them does not change.
+      const FusedState* const current = find(parameter);
+      const at::Tensor low = current == nullptr ? at::Tensor() : current->master_low;
+      if (!one.has_value() && !low.defined()) continue;
       auto state = std::make_unique<FusedState>();
+      state->master_low = low;
+      auto& loaded = new_state[parameter.unsafeGetTensorImpl()];
+      if (!one.has_value()) {
+        loaded = std::move(state);
+        continue;
+      }
       state->step = find_value<std::int64_t>(*one, "step", kLoad).value_or(0);
       const auto dtype = state_dtype(*options, parameter);
       const std::vector<Slot> names = slots(*options);
@@ -167,8 +177,10 @@ void FusedOptimizer::load(InputArchive& archive) {
                                 ? read_like(*one, name, parameter.new_empty({}), at::kDouble)
                                 : read_like(*one, name, parameter, dtype);
       }
-      state->master_low = read_like(*one, kLow, parameter, at::kShort);
-      new_state[parameter.unsafeGetTensorImpl()] = std::move(state);
+      if (const at::Tensor stored_low = read_like(*one, kLow, parameter, at::kShort);
+          stored_low.defined())
+        state->master_low = stored_low;
+      loaded = std::move(state);
     }
   }
   deferred_.reset();  // the state that its result may change is replaced

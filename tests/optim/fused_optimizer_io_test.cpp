@@ -220,6 +220,45 @@ TEST(FusedAdamFiles, OfSplitMastersBeforeTheFirstStepAreLibTorchs) {
   EXPECT_TRUE(torch::equal(again.master_of(weight), torch::full({3}, 1.001)));
 }
 
+// How numbers are stored is the program's choice, and the lower halves are a part of its weights.
+TEST(FusedAdamFiles, OfOtherStorageLeaveSplitMastersAndBf16State) {
+  const auto narrow = [] { return torch::ones({3}).to(at::kBFloat16).requires_grad_(); };
+  const auto file_of = [](torch::optim::Optimizer& optimizer, const at::Tensor& weight) {
+    weight.mutable_grad() = torch::ones_like(weight);
+    optimizer.step();
+    std::stringstream file;
+    torch::save(optimizer, file);
+    return file;
+  };
+  const at::Tensor of_libtorch = torch::ones({3}).requires_grad_();
+  torch::optim::AdamW libtorch({of_libtorch}, 0.1);
+  const at::Tensor of_plain = narrow();
+  optim::FusedAdam plain({of_plain}, optim::FusedAdamOptions(0.1));
+  std::stringstream before_a_step;
+  torch::save(plain, before_a_step);
+  std::vector<std::stringstream> files;
+  files.push_back(file_of(libtorch, of_libtorch));
+  files.push_back(file_of(plain, of_plain));
+  files.push_back(std::move(before_a_step));
+  for (std::stringstream& file : files) {
+    const at::Tensor weight = narrow();
+    optim::FusedAdam fused({weight},
+                           optim::FusedAdamOptions(0.2).split_master(true).bf16_state(true));
+    fused.set_master(weight, torch::full({3}, 1.001));
+    torch::load(fused, file);
+    EXPECT_TRUE(torch::equal(fused.master_of(weight), torch::full({3}, 1.001)));
+    const auto& options =
+        static_cast<const optim::FusedAdamOptions&>(fused.param_groups()[0].options());
+    EXPECT_EQ(options.lr(), 0.1);
+    EXPECT_TRUE(options.split_master());
+    EXPECT_TRUE(options.bf16_state());
+    weight.mutable_grad() = torch::ones_like(weight);
+    fused.step();
+    EXPECT_EQ(fused.state_of(weight, "exp_avg").scalar_type(), at::kBFloat16);
+    EXPECT_FALSE(torch::equal(fused.master_of(weight), weight.to(at::kFloat)));
+  }
+}
+
 TEST_P(FusedOptimizers, RefuseFilesWithOptionsOutOfRangeAndChangeNothing) {
   const auto parameters = make_parameters();
   const auto optimizer = GetParam()(parameters);

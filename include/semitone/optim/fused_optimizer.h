@@ -130,10 +130,11 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// Restores the output of save(), or of the LibTorch optimizer with the same rule (Adam, AdamW,
   /// SGD, Adagrad). Saved options replace the current ones; options that the file lacks keep their
   /// values. LibTorch's files do not say whether they are Adam's or AdamW's, so
-  /// FusedAdamOptions::adam_w_mode keeps its value. State is replaced. FileError, with nothing
-  /// changed, if the groups or shapes do not match, or for the file of an optimizer with another
-  /// rule. A file of SGD has what LARC needs, and the other way round. Error if options are out of
-  /// range.
+  /// FusedAdamOptions::adam_w_mode keeps its value. split_master and bf16_state stay set if they are,
+  /// since they say how numbers are stored. State is replaced, except the lower halves of split
+  /// masters that the file lacks, which belong to the weights. FileError, with nothing changed, if
+  /// the groups or shapes do not match, or for the file of an optimizer with another rule. A file
+  /// of SGD has what LARC needs, and the other way round. Error if options are out of range.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
@@ -181,6 +182,10 @@ class FusedOptimizer : public torch::optim::Optimizer,
   virtual bool keeps_bf16_state(const torch::optim::OptimizerOptions& /*options*/) const {
     return false;
   }
+  /// Called with options that were read from a file: gives them those of the current options that
+  /// say how numbers are stored.
+  virtual void keep_storage(torch::optim::OptimizerOptions& /*loaded*/,
+                            const torch::optim::OptimizerOptions& /*current*/) const {}
   /// Runs the step for parameters whose state exists and whose step count includes this step.
   virtual void update(std::span<Work> work);
   /// Returns the coefficients of each parameter's update, as far as they do not depend on norms.

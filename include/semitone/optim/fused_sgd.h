@@ -53,6 +53,8 @@ class FusedSGD : public FusedOptimizer {
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
   bool keeps_bf16_state(const torch::optim::OptimizerOptions& options) const override;
+  void keep_storage(torch::optim::OptimizerOptions& loaded,
+                    const torch::optim::OptimizerOptions& current) const override;
   Rules rules_of(std::span<const Work> work) const override;
 };
 

@@ -104,8 +104,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
 
   /// Reads a file that save(), save_share() or the unsharded optimizer wrote, for torch::load. Each
   /// rank reads all of the state in the file and keeps its share, on its parameters' device. Saved
-  /// options replace the current ones. FileError, with nothing changed, if the file does not match
-  /// the optimizer and its parameter groups.
+  /// options replace the current ones. Split masters for which the file has no lower halves are the
+  /// rounded weights then. FileError, with nothing changed, if the file does not match the optimizer
+  /// and its parameter groups.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Returns the rank that owns each parameter, by group and index in the group.
