@@ -5,6 +5,7 @@
 
 #include <ATen/core/class_type.h>
 #include <ATen/core/jit_type.h>
+#include <torch/csrc/jit/frontend/lexer.h>
 
 #include <caffe2/serialize/inline_container.h>
 #include <fmt/format.h>
@@ -12,6 +13,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cstddef>
+#include <memory>
+#include <string>
 #include <unordered_set>
 
 namespace semitone::checkpoint {
@@ -115,6 +118,22 @@ bool may_be_code(const std::string& name) {
   return name.starts_with("code/") && !name.ends_with(".py.debug_pkl");
 }
 
+// LibTorch writes an attribute without quotes if its name looks like an identifier, and then cannot
+// read it back if it is a word of TorchScript. It does not escape what it writes in quotes.
+bool can_be_read_back(const std::string& name) {
+  const auto is_letter = [](unsigned char c) { return c == '_' || (c < 0x80 && std::isalpha(c)); };
+  const auto is_in_names = [&](unsigned char c) { return is_letter(c) || (c >= '0' && c <= '9'); };
+  const bool looks_like_one = !name.empty() && is_letter(static_cast<unsigned char>(name[0])) &&
+                              std::ranges::all_of(name, is_in_names);
+  if (!looks_like_one) {
+    const std::string quoted = '"' + name + '"';
+    Rest rest(quoted);
+    return rest.take_string() && rest.is("");
+  }
+  torch::jit::Lexer words(std::make_shared<torch::jit::Source>(name));
+  return words.cur().kind == torch::jit::TK_IDENT;
+}
+
 void require_functionless(const c10::TypePtr& type, std::unordered_set<const c10::Type*>& seen) {
   if (!seen.insert(type.get()).second) return;
   if (const auto made = type->cast<c10::ClassType>()) {
@@ -126,6 +145,14 @@ void require_functionless(const c10::TypePtr& type, std::unordered_set<const c10
       throw Error("checkpoint", "values without code to save", fmt::format("code in '{}'", name),
                   "resume() would refuse it: add a TorchScript module under a name of its own, and "
                   "of others save the tensors and numbers only");
+    }
+    for (const c10::ClassAttribute& attribute : made->getAttributes()) {
+      if (can_be_read_back(attribute.getName())) continue;
+      throw Error(
+          "checkpoint", "names of modules, tensors and values that LibTorch reads back",
+          fmt::format("{} in '{}'", printable(attribute.getName()), name),
+          "rename it: words of TorchScript, such as 'in' or 'class', and names with quotes, "
+          "backslashes or control characters cannot be read");
     }
   }
   for (const c10::TypePtr& inner : type->containedTypes()) require_functionless(inner, seen);

@@ -16,6 +16,7 @@
 
 #include <map>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -65,7 +66,12 @@ CheckpointOptions& CheckpointOptions::keep_best(std::int64_t count, Best best) {
 Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& given)
     : directory(std::move(folder)), options(given) {
   if (directory.empty()) throw Error("checkpoint", "a directory", "an empty path");
-  directory = std::filesystem::absolute(directory);  // also if the process changes its own
+  // Also if the process changes its own directory, or others let a link point elsewhere.
+  directory = std::filesystem::absolute(directory);
+  std::error_code error;
+  const auto resolved = std::filesystem::weakly_canonical(directory, error);
+  if (!error) directory = resolved;
+  if (!directory.has_filename()) directory = directory.parent_path();  // "runs/7/"
   warn_without_group(options.group());
   if (!options.default_generators()) return;
   entries.push_back(generators_entry(

@@ -110,7 +110,7 @@ struct Checkpoint::Impl {
   std::shared_ptr<MixedPrecisions> mixed = std::make_shared<MixedPrecisions>();
   std::shared_ptr<Optimizers> optimizers = std::make_shared<Optimizers>();
   std::set<std::int64_t> rejected;  // by resume(): damaged
-  // On rank 0, of the last checkpoint that this object has saved since resume().
+  // On rank 0, of the last checkpoint that this object has saved or loaded.
   std::optional<std::pair<std::int64_t, std::optional<double>>> saved_metric;
 
   // The thread that writes the checkpoint of save_async() from copies, and its group. While it runs,

@@ -95,6 +95,22 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   places.copy_(values);
 }
 
+// LibTorch saves memory once, with the dtype of the first tensor that is in it.
+void require_one_dtype_in_memory(const std::vector<amp::ModelEntry>& entries) {
+  std::unordered_map<const void*, const amp::ModelEntry*> first_in;
+  for (const auto& entry : entries) {
+    if (!entry.tensor.has_storage() || entry.tensor.storage().data() == nullptr) continue;
+    const auto* const first =
+        first_in.try_emplace(entry.tensor.storage().data(), &entry).first->second;
+    if (first->tensor.scalar_type() == entry.tensor.scalar_type()) continue;
+    throw Error(
+        "checkpoint", "tensors of one dtype in the same memory",
+        fmt::format("'{}' ({}) and '{}' ({})", first->name, dtype_name(first->tensor.scalar_type()),
+                    entry.name, dtype_name(entry.tensor.scalar_type())),
+        "give one of them memory of its own, with clone(), or register only one of them");
+  }
+}
+
 // What a __getstate__ of a module returns, only its code can read, and the code in a checkpoint does
 // not run.
 void require_own_tensors(const torch::jit::Module& script) {
@@ -128,11 +144,12 @@ class OwnMemory {
     const at::NoGradGuard no_grad;
     for (auto& [tensor, memory] : kept_) {
       const at::Tensor loaded = tensor.variable_data();
-      if (loaded.sizes() != memory.sizes()) {  // copy_values() would repeat a single number
-        throw FileError("checkpoint.resume",
-                        fmt::format("a tensor of shape [{}]", fmt::join(memory.sizes(), ", ")),
-                        fmt::format("[{}]", fmt::join(loaded.sizes(), ", ")));
-      }
+      // copy_values() would repeat a single number, and convert to another dtype.
+      const auto text = [](const at::Tensor& one) {
+        return fmt::format("{} [{}]", dtype_name(one.scalar_type()), fmt::join(one.sizes(), ", "));
+      };
+      if (text(loaded) != text(memory))
+        throw FileError("checkpoint.resume", "a tensor of " + text(memory), text(loaded));
       set_memory(tensor, memory);
       copy_values(tensor, loaded);
     }
@@ -188,6 +205,7 @@ class ModelEntry final : public Entry {
   void save(FileRecord& record, const UseArchive& use) override {
     const auto entries = amp::entries_of(model_);
     record.tensors = records_of(entries);
+    require_one_dtype_in_memory(entries);
     auto fp32 = fp32_weights(entries);
     // The forward pass changes buffers: running means, for example.
     const auto is_steady = [parameters =
@@ -270,7 +288,13 @@ class ModelEntry final : public Entry {
   void read_module(const Source& source) {
     torch::nn::Module& module = *model_.module();
     const auto entries = amp::entries_of(model_);
-    const c10::Device device = entries.empty() ? c10::kCPU : entries.front().tensor.device();
+    // Not the whole model on one of its devices, whose memory may not suffice.
+    const auto elsewhere = [&](const amp::ModelEntry& entry) {
+      return entry.tensor.device() != entries.front().tensor.device();
+    };
+    const c10::Device device = entries.empty() || std::ranges::any_of(entries, elsewhere)
+                                   ? c10::kCPU
+                                   : entries.front().tensor.device();
     InputArchive archive = source.archive(device);
     OwnMemory memory(entries, device);
     try {

@@ -3,6 +3,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/fused_optimizer.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "src/checkpoint/entry.h"
 #include "src/core/distinct_parameters.h"
@@ -13,6 +14,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -111,6 +114,13 @@ class OptimizerEntry final : public Entry {
     const DistinctParameters distinct(optimizer_);
     std::vector<c10::Device> all = devices();
     if (all.empty()) all.emplace_back(c10::kCPU);
+    const bool spread = std::ranges::adjacent_find(all, std::not_equal_to<>()) != all.end();
+    if (spread && dynamic_cast<optim::FusedOptimizer*>(&optimizer_) != nullptr) {
+      // It moves each tensor to its parameter's device, whose memory may not suffice for all.
+      InputArchive archive = source.archive(c10::kCPU);
+      optimizer_.load(archive);
+      return;
+    }
     InputArchive archive = source.archive(all.front());
     optimizer_.load(archive);
     for (const c10::Device device : std::set<c10::Device, ByName>(all.begin(), all.end())) {

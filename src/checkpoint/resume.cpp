@@ -4,9 +4,11 @@
 #include "semitone/core/error.h"
 #include "src/checkpoint/agree.h"
 #include "src/checkpoint/checkpoint_impl.h"
+#include "src/checkpoint/own_directories.h"
 #include "src/core/log.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/frontend/error_report.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -155,6 +157,11 @@ void Checkpoint::Impl::read(Entry& entry, const Manifest& manifest) const {
     if (record != nullptr) paths.push_back(folder / file_name(record->name, record->rank));
   }
   if (paths.empty()) return;
+  const auto fail = [&](const std::exception& error) {
+    throw FileError(kResume,
+                    fmt::format("a state for '{}' in '{}'", entry.name(), paths.front().string()),
+                    message_of(error), "was it saved from the same kind of object?");
+  };
   try {
     if (is_from_all_ranks(entry, manifest)) {
       entry.read_resharded({paths.begin(), paths.end()});
@@ -162,14 +169,13 @@ void Checkpoint::Impl::read(Entry& entry, const Manifest& manifest) const {
       entry.read(Source(paths.front()), *records.front());
     }
   } catch (const c10::Error& error) {
-    throw FileError(kResume,
-                    fmt::format("a state for '{}' in '{}'", entry.name(), paths.front().string()),
-                    message_of(error), "was it saved from the same kind of object?");
+    fail(error);
+  } catch (const torch::jit::ErrorReport& error) {
+    fail(error);
   }
 }
 
 void Checkpoint::Impl::load(const Manifest& manifest) {
-  saved_metric.reset();
   std::vector<Entry::Undo> undo;
   try {
     on_all_ranks(options.group(), kResume, [&] {
@@ -189,6 +195,7 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
     const std::string lost = entry->not_restored(*record);
     if (!lost.empty() && is_first()) log()->warn("[{}] {}", kResume, lost);
   }
+  saved_metric = {manifest.step, manifest.metric};
 }
 
 std::vector<std::int64_t> Checkpoint::Impl::common_steps() const {
@@ -268,6 +275,7 @@ void Checkpoint::Impl::resume(std::int64_t step) {
         problem, "resume from another step, or restore a backup");
   }
   load_if_it_fits(manifest);
+  note_own(directory);
 }
 
 std::optional<std::int64_t> Checkpoint::Impl::resume() {
@@ -279,6 +287,7 @@ std::optional<std::int64_t> Checkpoint::Impl::resume() {
     const std::string problem = find_problem(*step, manifest);
     if (problem.empty()) {
       load_if_it_fits(manifest);
+      note_own(directory);
       return *step;
     }
     if (first_problem.empty()) first_problem = problem;
@@ -286,7 +295,10 @@ std::optional<std::int64_t> Checkpoint::Impl::resume() {
     if (is_first())
       log()->warn("the checkpoint of step {} is damaged, and is not used: {}", *step, problem);
   }
-  if (steps.empty()) return std::nullopt;
+  if (steps.empty()) {
+    note_own(directory);
+    return std::nullopt;
+  }
   throw FileError(kResume, fmt::format("an undamaged checkpoint in '{}'", directory.string()),
                   fmt::format("{} damaged, of which the newest: {}", steps.size(), first_problem),
                   "restore a backup, or choose another directory");

@@ -5,6 +5,7 @@
 #include "src/checkpoint/agree.h"
 #include "src/checkpoint/checkpoint_impl.h"
 #include "src/checkpoint/files.h"
+#include "src/checkpoint/own_directories.h"
 #include "src/comm/process_group.h"
 #include "src/core/file.h"
 #include "src/core/log.h"
@@ -151,6 +152,16 @@ std::unique_ptr<Staging> Checkpoint::Impl::stage(std::int64_t step) const {
         kSave, fmt::format("a step after {}, the newest in '{}'", *later, directory.string()),
         std::to_string(step), "call resume() before the first step, or choose another directory");
   }
+  // The keep limit would delete them one by one.
+  std::vector<std::int64_t> others = steps_in(directory);
+  std::erase_if(others, [&](std::int64_t other) { return rejected.contains(other); });
+  if (!is_own(directory) && !others.empty()) {
+    throw Error(
+        kSave,
+        fmt::format("a directory without checkpoints of another run, '{}'", directory.string()),
+        fmt::format("step {} in it", others.back()),
+        "call resume() before the first step, or choose another directory");
+  }
   staging->begin(step);
   return staging;
 }
@@ -238,6 +249,7 @@ void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
   on_all_ranks(group, kSave, [&] {
     if (is_first()) finish(*staging, manifest);
   });
+  note_own(directory);
 }
 
 Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double> metric) const {

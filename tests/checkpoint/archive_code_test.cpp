@@ -244,6 +244,38 @@ TEST(CheckpointOfAnObject, WithCodeIsNotWritten) {
   EXPECT_THAT(checkpoint.steps(), ElementsAre());
 }
 
+// LibTorch writes them, and cannot read them back.
+TEST(CheckpointOfAModel, WithNamesThatCannotBeReadBackIsNotWritten) {
+  const TemporaryFolder folder;
+  for (const std::string name : {"in", "is", "class", "None", "a\"b", "a\\b", "a\nb"}) {
+    SCOPED_TRACE(name);
+    torch::nn::Module model;
+    model.register_module(name, torch::nn::Linear(2, 2));
+    Checkpoint checkpoint(folder / "run");
+    checkpoint.add("model", model);
+    EXPECT_THAT(error_of([&] { checkpoint.save(1); }),
+                AllOf(HasSubstr("names of modules"), HasSubstr("rename it")));
+    EXPECT_THAT(checkpoint.steps(), ElementsAre());
+  }
+}
+
+TEST(CheckpointOfAModel, HasNamesThatAreLikeWordsOfCode) {
+  const TemporaryFolder folder;
+  torch::nn::Module model;
+  for (const std::string name :
+       {"input", "inner", "class_", "_in", "in2", "IN", "a-b", "0", "match", "self", "print", "é"})
+    model.register_module(name, torch::nn::Linear(2, 2));
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", model);
+  checkpoint.save(1);
+  const at::Tensor weight = model.parameters()[0];
+  const at::Tensor saved = weight.detach().clone();
+  const torch::NoGradGuard no_grad;
+  weight.zero_();
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(torch::equal(weight, saved));
+}
+
 TEST(CheckpointOfAnObject, KeepsValuesOfAllKinds) {
   const TemporaryFolder folder;
   struct HasValues {

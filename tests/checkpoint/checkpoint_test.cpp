@@ -477,6 +477,20 @@ TEST(Checkpoint, RefusesSparseTensors) {
   semitone::test::expect_error([&] { of_value.save(1); }, {"dense", "Sparse"});
 }
 
+// LibTorch reads both with the dtype of the first, and the values of one of them wrong.
+TEST(Checkpoint, RefusesTensorsOfTwoDtypesInTheSameMemory) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(2, 2);
+  const at::Tensor rotations = torch::ones({3}, torch::kComplexFloat);
+  model->register_buffer("parts", torch::view_as_real(rotations));
+  model->register_buffer("rotations", rotations);
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", model);
+  semitone::test::expect_error([&] { checkpoint.save(1); },
+                               {"one dtype", "'parts' (float32)", "'rotations' (complex64)"});
+  EXPECT_THAT(checkpoint.steps(), testing::ElementsAre());
+}
+
 TEST(Checkpoint, StaysInItsDirectoryWhateverTheProcessDoes) {
   const TemporaryFolder folder;
   const auto before = std::filesystem::current_path();

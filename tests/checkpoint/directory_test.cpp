@@ -204,11 +204,14 @@ TEST_F(CheckpointDirectory, HasTheMetricOfAStepThatIsSavedAgainWithoutOne) {
   EXPECT_EQ(checkpoint.best_step(), 3);
   checkpoint.save(3, std::nan(""));
   EXPECT_EQ(checkpoint.best_step(), std::nullopt);
-  // Another run's step.
+  // Again after a restart: the state is that of the step.
   checkpoint.save_async(4, 0.2);
-  EXPECT_EQ(checkpoint.resume(), 4);
-  checkpoint.save(4);
-  EXPECT_EQ(checkpoint.best_step(), std::nullopt);
+  checkpoint.wait();
+  auto restarted = make(CheckpointOptions().keep(1).keep_best(1));
+  EXPECT_EQ(restarted.resume(), 4);
+  restarted.save(4);
+  restarted.save(5, 0.3);
+  EXPECT_EQ(restarted.best_step(), 4);
 }
 
 // As a run's link to a disk that is not mounted.
@@ -233,6 +236,58 @@ TEST_F(CheckpointDirectory, OfARunThatShouldHaveBeenResumedIsAnError) {
   expect_error([&] { again.save(100); },
                {"[checkpoint.save]", "after 500", "got 100", "call resume()"});
   EXPECT_THAT(names_in(again.directory()), ElementsAre("step-00000500"));
+}
+
+// Its keep limit would delete them.
+TEST_F(CheckpointDirectory, OfAnotherProcessIsNotSavedToBeforeItIsResumed) {
+  make().save(100);
+  fs::rename(folder_ / "run", folder_ / "of_another");  // which this process has not used
+  Checkpoint checkpoint(folder_ / "of_another", CheckpointOptions().keep(1));
+  checkpoint.add("value", value_);
+  expect_error([&] { checkpoint.save(1000); },
+               {"[checkpoint.save]", "another run", "step 100", "call resume()"});
+  EXPECT_THAT(names_in(folder_ / "of_another"), ElementsAre("step-00000100"));
+  EXPECT_EQ(checkpoint.resume(), 100);
+  checkpoint.save(1000);
+  // An object for each save.
+  Checkpoint later(folder_ / "of_another");
+  later.add("value", value_).save(2000);
+  EXPECT_THAT(later.steps(), ElementsAre(1000, 2000));
+}
+
+TEST_F(CheckpointDirectory, OfAnObjectForEachSaveMayEndWithASlash) {
+  for (const std::int64_t step : {1, 2, 3}) {
+    Checkpoint checkpoint(folder_ / "new" / "run" / "");
+    checkpoint.add("value", value_).save(step);
+  }
+  EXPECT_THAT(names_in(folder_ / "new" / "run"),
+              ElementsAre("step-00000001", "step-00000002", "step-00000003"));
+}
+
+// A program may begin anew where resume() finds damage only.
+TEST_F(CheckpointDirectory, WithDamagedCheckpointsOnlyCanBeSavedTo) {
+  make().save(100);
+  fs::rename(folder_ / "run", folder_ / "of_another");
+  write_text(folder_ / "of_another" / "step-00000100" / "manifest.json", "");
+  Checkpoint checkpoint(folder_ / "of_another");
+  checkpoint.add("value", value_);
+  expect_error([&] { checkpoint.resume(); }, {"an undamaged checkpoint"});
+  checkpoint.save(5);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(5));
+}
+
+// Such as "runs/latest", which a later job lets point to its own.
+TEST_F(CheckpointDirectory, StaysWhereALinkPointedAtFirst) {
+  fs::create_directory(folder_ / "a");
+  fs::create_directory(folder_ / "b");
+  fs::create_directory_symlink(folder_ / "a", folder_ / "latest");
+  Checkpoint checkpoint(folder_ / "latest");
+  checkpoint.add("value", value_);
+  fs::remove(folder_ / "latest");
+  fs::create_directory_symlink(folder_ / "b", folder_ / "latest");
+  checkpoint.save(1);
+  EXPECT_THAT(names_in(folder_ / "a"), ElementsAre("step-00000001"));
+  EXPECT_THAT(names_in(folder_ / "b"), ElementsAre());
 }
 
 TEST_F(CheckpointDirectory, CanBeResumedAtAnEarlierStep) {

@@ -121,7 +121,7 @@ TEST(CheckpointMisfit, OfATensorOfAnotherShapeIsNotRepeated) {
   checkpoint.add("module", *module);
   checkpoint.save(1);
   EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(); }),
-              HasSubstr("expected a tensor of shape [3], got [1]"));
+              HasSubstr("expected a tensor of float32 [3], got float32 [1]"));
   EXPECT_TRUE(torch::equal(module->weight, torch::ones({3})));
 }
 

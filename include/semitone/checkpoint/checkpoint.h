@@ -198,9 +198,13 @@ class Checkpoint {
   /// processes of other machines that save there are not noticed. Error if nothing was added or the
   /// step is negative. Error if the name of a model's tensor is not UTF-8. Error if the directory has
   /// a checkpoint of a later step that resume() has not rejected: a run that should have been resumed
-  /// would otherwise continue from the wrong checkpoint later. A checkpoint of the same step is
-  /// replaced; without a metric, this call keeps the one that the last call gave for this step. Error
-  /// if ranks have added objects of different names.
+  /// would otherwise continue from the wrong checkpoint later. Error if it has checkpoints, and no
+  /// Checkpoint of this process has saved there or resumed from it: they would be deleted in time. A
+  /// checkpoint of the same step is replaced; without a metric, this call keeps the one that the last
+  /// call gave for this step, or that resume() has found. Error if ranks have added objects of
+  /// different names. Error if LibTorch could not read the file: for names that are words of
+  /// TorchScript, such as "in", or have quotes, backslashes or control characters, and for tensors of
+  /// two dtypes in the same memory.
   ///
   /// DivergedError if a parameter that requires a gradient is inf or NaN in a model: the
   /// checkpoint would be worthless, and take the place of a good one. Nothing has changed then, so
