@@ -1,6 +1,7 @@
 #include "src/report/report_json.h"
 
 #include "src/report/number_formats.h"
+#include "src/report/skips.h"
 
 #include <nlohmann/json.hpp>
 
@@ -83,11 +84,14 @@ Json scales_json(const RunData& run) {
 
 Json skipped_json(const RunData& run) {
   auto list = Json::array();
-  for (const auto& [step, skipped] : run.skipped) {
-    list.push_back({{"step", step},
-                    {"parameter", skipped.parameter},
-                    {"non_finite", skipped.non_finite},
-                    {"loss_scale", skipped.loss_scale}});
+  for (const ExplainedSkip& one : explain_skips(run)) {
+    list.push_back(
+        {{"step", one.skip.step},
+         {"exact", one.skip.is_exact},
+         {"parameter", one.skip.parameter},
+         {"non_finite", one.skip.non_finite},
+         {"loss_scale", one.skip.loss_scale},
+         {"scale_after", one.scale_after.has_value() ? Json(*one.scale_after) : Json()}});
   }
   return list;
 }

@@ -158,6 +158,11 @@ int RunSample::scale_exponent() const {
   return exponent_of_scale(loss_scale.value_or(1));
 }
 
+bool RunData::was_skipped(std::int64_t step) const {
+  const auto [first, last] = skipped.equal_range(step);
+  return std::any_of(first, last, [](const auto& one) { return one.second.is_exact; });
+}
+
 std::optional<double> RunData::last_scale(std::int64_t loss_id) const {
   const auto last =
       std::find_if(scale_changes.rbegin(), scale_changes.rend(),

@@ -98,6 +98,7 @@ struct SkippedStep {
   std::int64_t non_finite = 0;
   std::int64_t consecutive = 0;
   double loss_scale = 0;  // in force in the step
+  bool is_exact = true;   // false: one of the steps up to this one, of which several may be skipped
 };
 
 // The loss scale after a step, at the first step and where it changed.
@@ -139,13 +140,15 @@ struct RunData {
   std::vector<RunOptimizerGroup> optimizer_groups;
   std::map<std::int64_t, double> losses;                                       // by step
   std::map<std::pair<std::int64_t, std::int64_t>, ScaleChange> scale_changes;  // step, loss
-  std::map<std::int64_t, SkippedStep> skipped;                                 // by step
+  std::multimap<std::int64_t, SkippedStep> skipped;                            // by step
   std::map<std::int64_t, RunSample> samples;                                   // by step
 
   // The steps that have a value: the first and the last. None: first_step is empty.
   std::optional<std::int64_t> first_step;
   std::int64_t last_step = 0;
 
+  // Whether a step was skipped for certain.
+  bool was_skipped(std::int64_t step) const;
   // The last scale of a loss.
   std::optional<double> last_scale(std::int64_t loss_id) const;
 

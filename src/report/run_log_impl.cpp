@@ -191,7 +191,8 @@ void RunLog::Impl::record_event(Add add) {
 }
 
 void RunLog::Impl::record_waiting_events(std::int64_t step) {
-  for (const auto& [time, add] : std::exchange(waiting_events_, {})) add(*files_, {time, step});
+  for (const auto& [time, add] : std::exchange(waiting_events_, {}))
+    add(*files_, {time, step, /*is_exact=*/false});
 }
 
 void RunLog::Impl::on(const events::LossScaleUpdated& event) {
@@ -220,12 +221,13 @@ void RunLog::Impl::on(const events::StepSkipped& event) {
   record_event([event](RunFiles& files, const Moment& when) {
     files.add_scalar(when, "amp/skipped_steps", static_cast<double>(event.total));
     files.add_text(when, "amp/skipped_step", describe(event));
-    files.add_sample(when, "skipped",
-                     {{"parameter", event.parameter},
-                      {"non_finite", event.non_finite},
-                      {"consecutive", event.consecutive},
-                      {"total", event.total},
-                      {"loss_scale", event.loss_scale}});
+    nlohmann::ordered_json fields = {{"parameter", event.parameter},
+                                     {"non_finite", event.non_finite},
+                                     {"consecutive", event.consecutive},
+                                     {"total", event.total},
+                                     {"loss_scale", event.loss_scale}};
+    if (!when.is_exact) fields["exact"] = false;
+    files.add_sample(when, "skipped", fields);
   });
 }
 

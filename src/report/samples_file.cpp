@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -145,6 +146,27 @@ ScaleChange read_scale(const RecordFields& line, const RunData& run) {
   return change;
 }
 
+SkippedStep read_skipped(const RecordFields& line, std::int64_t step) {
+  const bool is_exact = line.find("exact") == nullptr || line.flag("exact");
+  return {step,
+          line.text("parameter"),
+          line.count("non_finite"),
+          line.count("consecutive"),
+          line.amount("loss_scale"),
+          is_exact};
+}
+
+// Several optimizers may skip one step. Without a known step, each line is one of its own.
+void add_skipped(SkippedStep skipped, RunData& run) {
+  if (skipped.is_exact) {
+    const auto [first, last] = run.skipped.equal_range(skipped.step);
+    const auto same =
+        std::find_if(first, last, [](const auto& one) { return one.second.is_exact; });
+    if (same != last) run.skipped.erase(same);
+  }
+  run.skipped.emplace(skipped.step, std::move(skipped));
+}
+
 // What lines tell of the lines after them.
 struct ReadState {
   std::vector<Restart> restarts;
@@ -162,12 +184,15 @@ void read_line(const RecordFields& line, RunData& run, ReadState& state) {
     read_model(line, run);
     state.has_started = true;
   } else if (kind == "skipped") {
-    run.skipped.insert_or_assign(step,
-                                 SkippedStep{step, line.text("parameter"), line.count("non_finite"),
-                                             line.count("consecutive"), line.amount("loss_scale")});
+    add_skipped(read_skipped(line, step), run);
   } else if (kind == "loss_scale") {
-    const ScaleChange change = read_scale(line, run);
-    run.scale_changes.insert_or_assign({step, change.loss_id}, change);
+    ScaleChange change = read_scale(line, run);
+    const auto [place, is_new] = run.scale_changes.try_emplace({step, change.loss_id}, change);
+    if (is_new) return;
+    // Of several falls one, and not that of a scale that grew and fell again.
+    const ScaleChange& earlier = place->second;
+    if (earlier.before.value_or(earlier.after) >= earlier.after) change.before = earlier.before;
+    place->second = change;
   } else if (kind == "restart") {
     drop_from(step, run);
     Restart restart{step, line.amount("wall_time"), {}};

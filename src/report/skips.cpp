@@ -122,7 +122,8 @@ std::string ExplainedSkip::cause() const {
 }
 
 std::string ExplainedSkip::to_string() const {
-  return fmt::format("step {} was skipped: {}", skip.step, cause());
+  return fmt::format("{} {} was skipped: {}", skip.is_exact ? "step" : "one of the steps up to",
+                     skip.step, cause());
 }
 
 std::string ExplainedSkip::reason() const {

@@ -14,6 +14,7 @@ namespace semitone::report {
 struct Moment {
   double time;
   std::int64_t step;
+  bool is_exact = true;  // false: in one of the steps up to this one
 };
 
 // Returns a name for a new file, which is unique in this process and unlikely to exist elsewhere.

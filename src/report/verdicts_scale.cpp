@@ -34,7 +34,7 @@ std::optional<Verdict> judge_losses(const Evidence& evidence) {
   std::int64_t number = 0;
   for (const auto& [step, loss] : run.losses) {
     // A skipped step has done no harm.
-    if (std::isfinite(loss) || run.skipped.contains(step)) continue;
+    if (std::isfinite(loss) || run.was_skipped(step)) continue;
     ++number;
     if (steps.size() < kMostSteps) steps.push_back(step);
   }

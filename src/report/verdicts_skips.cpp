@@ -1,5 +1,6 @@
 // Skipped steps: whether they are normal, and what to change.
 
+#include "src/core/counted.h"
 #include "src/report/skips.h"
 #include "src/report/verdict_rules.h"
 
@@ -25,7 +26,10 @@ std::vector<ExplainedSkip> unexpected_ones(const std::vector<ExplainedSkip>& ski
 }
 
 double share_of_steps(std::int64_t number, const RunData& run) {
-  return run.steps() > 0 ? static_cast<double>(number) / static_cast<double>(run.steps()) : 0;
+  // Values in few steps do not tell how many there were.
+  const std::int64_t steps = run.steps();
+  return steps > 0 && number <= steps ? static_cast<double>(number) / static_cast<double>(steps)
+                                      : 0;
 }
 
 std::string sentence(std::string text) {
@@ -36,10 +40,12 @@ std::string sentence(std::string text) {
 
 // "Step 312 was skipped" or "3 of 400 steps were skipped (0.75 %)".
 std::string how_many(const std::vector<ExplainedSkip>& skips, const RunData& run) {
-  if (skips.size() == 1) return fmt::format("Step {} was skipped", skips.front().skip.step);
   const auto number = static_cast<std::int64_t>(skips.size());
-  return fmt::format("{} of {} steps were skipped ({})", number, run.steps(),
-                     percent(share_of_steps(number, run)));
+  if (number == 1 && skips.front().skip.is_exact)
+    return fmt::format("Step {} was skipped", skips.front().skip.step);
+  if (number > run.steps()) return counted(number, "skipped step");
+  return fmt::format("{} of {} steps {} skipped ({})", number, run.steps(),
+                     number == 1 ? "was" : "were", percent(share_of_steps(number, run)));
 }
 
 std::optional<Verdict> no_skips() {

@@ -12,16 +12,17 @@ def histogram(first_exponent, counts, **other):
 
 
 def shares(of, shift):
-    """As the report has them: of all values that are neither zero nor inf or NaN."""
+    """As the report has them: of all values that are neither zero nor NaN."""
     found = {}
     for form in FORMATS:
-        share = dict.fromkeys(("zero", "subnormal", "overflow"), 0)
+        total = (sum(of["counts"]) + of["infs"]) or 1
+        share = {"zero": 0, "subnormal": 0, "overflow": of["infs"] / total}
         for index, count in enumerate(of["counts"]):
             exponent = of["first_exponent"] + index + shift
             key = ("overflow" if exponent > form["max_exponent"] else "zero" if exponent < form["min_subnormal"] - 1 else
                    "subnormal" if exponent < form["min_normal"] else None)
             if key:
-                share[key] += count / (sum(of["counts"]) or 1)
+                share[key] += count / total
         found[form["name"]] = share
     return found
 
@@ -61,8 +62,8 @@ def run(directory="runs/7", exponent=-42):
         "format": "semitone-report", "version": 1, "run": about, "verdicts": verdicts,
         "loss": [[step, None if step == 77 else 2.5 - step / 200] for step in range(313)],
         "loss_scale": [[0, 131072.0], [12, 65536.0], [312, 32768.0]],
-        "skipped": [{"step": 12, "parameter": "", "non_finite": 1, "loss_scale": 131072.0},
-                    {"step": 312, "parameter": "conv2.weight", "non_finite": 3, "loss_scale": 65536.0}],
+        "skipped": [{"step": 12, "exact": True, "parameter": "", "non_finite": 1, "loss_scale": 131072.0, "scale_after": 65536.0},
+                    {"step": 312, "exact": True, "parameter": "conv2.weight", "non_finite": 3, "loss_scale": 65536.0, "scale_after": 32768.0}],
         "formats": FORMATS,
         "parameters": [parameter("conv1.weight", histogram(exponent, [100, 100, 100, *[0] * 10, 100])),
                        parameter("conv2.weight", histogram(-20, [1, 9, 30], infs=3, nans=2)), parameter("conv2.bias", None),

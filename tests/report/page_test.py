@@ -127,10 +127,11 @@ class PageTest(unittest.TestCase):
 
     def test_skipped_steps_have_only_the_changes_of_their_own_step(self):
         report = page_reports.run()
-        report["skipped"].insert(1, {"step": 200, "parameter": "", "non_finite": 1, "loss_scale": 65536.0})  # the scale stayed
+        report["skipped"].insert(1, {**report["skipped"][0], "step": 200, "exact": False, "loss_scale": 65536.0, "scale_after": None})
         self.show(report)
         table = "[...document.querySelectorAll('table')].find((one) => one.textContent.includes('Changed to'))"
         self.assertEqual(self.ask(f"[...{table}.querySelectorAll('tbody tr')].map((row) => row.lastElementChild.textContent)"), ["2¹⁵", "–", "2¹⁶"])
+        self.assertEqual(self.texts("#timeline tbody th"), ["312", "up to 200", "12"])
 
     def test_the_pointer_reads_a_step(self):
         self.show(page_reports.run())

@@ -160,10 +160,10 @@ TEST(PrecisionReport, HasLossesScalesAndSkippedSteps) {
   const Json json = json_of(run);
   EXPECT_EQ(json.at("loss"), Json::parse("[[10, 2.5], [20, null]]"));
   EXPECT_EQ(json.at("loss_scale"), Json::parse("[[1, 1024.0], [3, 512.0]]"));
-  EXPECT_EQ(
-      json.at("skipped"),
-      Json::parse(
-          R"([{"step": 3, "parameter": "fc.weight", "non_finite": 1, "loss_scale": 1024.0}])"));
+  EXPECT_EQ(json.at("skipped"),
+            Json::parse(
+                R"([{"step": 3, "exact": true, "parameter": "fc.weight", "non_finite": 1,
+               "loss_scale": 1024.0, "scale_after": 512.0}])"));
 }
 
 TEST(PrecisionReport, TakesLossScalesOfTheMetricsIfThereAreNoOthers) {

@@ -87,6 +87,22 @@ TEST(RunLogEvents, RecordSkippedStepsWithTheParameter) {
   EXPECT_EQ(events_in(folder.path()).named("amp/skipped_step/text_summary").size(), 3U);
 }
 
+// Their step is not known before the program gives one.
+TEST(RunLogEvents, WithoutAStepAreNotExact) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  events::emit(skip("fc2.weight", 1));
+  events::emit(skip("fc2.weight", 2));
+  log.add_scalar("train/loss", 1, 100);
+  log.close();
+  const auto lines = samples_in(folder.path());
+  ASSERT_EQ(lines.size(), 2U);
+  for (const auto& line : lines) {
+    EXPECT_EQ(line.at("step"), 100);
+    EXPECT_EQ(line.at("exact"), false);
+  }
+}
+
 TEST(RunLogEvents, AreLinesOfSamples) {
   const TemporaryFolder folder;
   RunLog log(folder.path());

@@ -26,6 +26,58 @@ TEST(SkipVerdicts, SkipsAtAConstantScaleAreNotNormal) {
   EXPECT_THAT(verdict_of(run, "skipped_steps").steps, ElementsAre(2, 3));
 }
 
+// Without RunLog::set_step(), as in a record of a loss in every 100th step.
+TEST(SkipVerdicts, SkipsOfUnknownStepsAreCountedAndExcuseNoLoss) {
+  MadeUpRun run;
+  run.add({scale(100, 128, 128)});
+  const auto one_of = [](std::int64_t step) {
+    Json line = skipped(step, "w", 128);
+    line["exact"] = false;
+    return line;
+  };
+  for (std::int64_t step = 100; step <= 1000; step += 100) {
+    for (int i = 0; i < 50; ++i) run.add({one_of(step)});
+    run.add_metric(step, "train/loss", step == 700 ? "nan" : "1");
+  }
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.severity, Severity::problem);
+  EXPECT_THAT(verdict.title, HasSubstr("500 of 901 steps were skipped (55"));
+  EXPECT_THAT(verdict.detail, HasSubstr("One of the steps up to 1000 was skipped"));
+  EXPECT_THAT(verdict_of(run, "nonfinite_loss").steps, ElementsAre(700));
+}
+
+TEST(SkipVerdicts, AGrowthAndAFallOfUnknownStepsAreNormal) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  Json line = skipped(300, "w", 2048);
+  line["exact"] = false;
+  run.add({scale(100, 1024, 1024), scale(300, 1024, 2048), line, scale(300, 2048, 1024)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::good);
+}
+
+// As where values are added once an epoch.
+TEST(SkipVerdicts, MoreSkipsThanStepsAreNoShare) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(3, "train/loss", "1");
+  for (int i = 0; i < 20; ++i) {
+    Json line = skipped(3, "w", 128);
+    line["exact"] = false;
+    run.add({line});
+  }
+  run.add({scale(1, 128, 128)});
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.severity, Severity::warning);
+  EXPECT_THAT(verdict.title, HasSubstr("20 skipped steps although"));
+}
+
+// Several optimizers skip one step.
+TEST(SkipVerdicts, SkipsOfOneStepAreOne) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale(1, 128, 128), skipped(2, "w", 128), skipped(2, "v", 128)});
+  EXPECT_THAT(verdict_of(run, "skipped_steps").title, HasSubstr("Step 2 was skipped"));
+}
+
 TEST(SkipVerdicts, AScaleThatFallsAfterASecondSkipIsBeingFound) {
   MadeUpRun run;  // hysteresis 2
   run.add_metric(400, "train/loss", "1");

@@ -215,7 +215,7 @@ class Explorer {
       {title: "Values", help: "over all samples", value: held("numel"), cell: (row) => count(row.histogram.numel)},
       share("To zero", "zero", "non-zero values that round to zero in the chosen format"),
       share("Subnormal", "subnormal", "values that the chosen format keeps with fewer bits"),
-      share("Overflow", "overflow", "finite values that become inf in the chosen format"), {
+      share("Overflow", "overflow", "values that are inf, or become inf in the chosen format"), {
         title: "Exact zeros",
         value: (row) => row.histogram.zeros / row.histogram.numel,
         cell: (row) => percent(row.histogram.zeros / row.histogram.numel)

@@ -15,10 +15,13 @@ function whySkipped({parameter, non_finite: parameters}) {
 }
 
 function skippedTable(report) {
-  const after = ({step, loss_scale: before}) =>
-    report.loss_scale.find(([at, value]) => at === step && value !== before)?.[1];
+  const after = ({scale_after: scale}) => scale ?? undefined;
   const columns = [
-    {title: "Skipped step", value: (row) => row.step, cell: (row) => stepText(row.step)},
+    {
+      title: "Skipped step",
+      value: (row) => row.step,
+      cell: (row) => `${row.exact ? "" : "up to "}${stepText(row.step)}`
+    },
     {title: "Why", text: true, style: "sentence", value: (row) => row.parameter, cell: whySkipped},
     {title: "Loss scale", value: (row) => row.loss_scale, cell: (row) => scaleText(row.loss_scale)},
     {title: "Changed to", value: after, cell: (row) => scaleText(after(row))}
@@ -36,8 +39,7 @@ function timelineSection(runs) {
      report.skipped.length > 0 ? skippedTable(report) : null];
   return section(
     "timeline", "Loss and loss scale",
-    "A triangle marks a skipped step: its gradients had inf or NaN, so it left the weights as " +
-      "they were, and the loss scale was lowered.",
+    "A triangle marks a skipped step: its gradients had inf or NaN, so it left the weights as they were.",
     sideBySide(runs, one));
 }
 

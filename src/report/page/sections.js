@@ -85,7 +85,9 @@ function operatorsSection(runs) {
     (key) => [["", "all"], ...[...new Set(all.map((row) => row[key] || "none"))].sort().map((value) => [value, value])];
   apply("name")("");
   return section(
-    "operators", "Operators", "Time of each operator, without the operators that it calls, over all samples.",
+    "operators", "Operators",
+    "Time of each operator, without the operators that it calls, over all samples, without the first of each start if " +
+      "there are others.",
     el(
       "div", {class: "controls"}, filterBox("Filter operators", apply("name")),
       choice("Pass", options("pass"), "", apply("pass")), choice("dtype", options("dtype"), "", apply("dtype"))),
@@ -124,7 +126,10 @@ function costsSection(runs) {
   const means = runs.map(({report}) => seconds(report.step_seconds)).join(" and ");
   return el(
     "section", {id: "costs", class: runs.length > 1 ? "" : "pair", "aria-label": "Time and memory"},
-    bars("Time of a step", `A step took ${means}, on average over the samples.`, runs, kPhases, "phases", seconds),
+    bars(
+      "Time of a step",
+      `A step took ${means}, on average over the samples, without the first of each start if there are others.`, runs,
+      kPhases, "phases", seconds),
     bars("Memory", "The most that a sampled step used.", runs, kMemory, "memory", bytes));
 }
 

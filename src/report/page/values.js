@@ -16,8 +16,8 @@ function fate(exponent, format) {
 
 /** The shares of a histogram's values that meet each fate, after a multiplication by 2^shift. */
 function fates(histogram, format, shift) {
-  const counts = {zero: 0, subnormal: 0, normal: 0, overflow: 0};
-  const total = histogram.counts.reduce((sum, value) => sum + value, 0);
+  const counts = {zero: 0, subnormal: 0, normal: 0, overflow: histogram.infs};
+  const total = histogram.counts.reduce((sum, value) => sum + value, histogram.infs);
   histogram.counts.forEach((value, index) => {
     counts[fate(Math.floor(histogram.first_exponent + index + shift), format)] += value;
   });
