@@ -5,6 +5,7 @@
 #include "src/c/handles.h"
 #include "src/core/checksum.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
@@ -59,6 +60,15 @@ std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::si
     all.push_back(*tensor);
   }
   return all;
+}
+
+void require_no_expanded_gradient(const at::Tensor& tensor, const char* function) {
+  const at::Tensor& gradient = tensor.grad();
+  if (!gradient.defined() || gradient.layout() != at::kStrided ||
+      at::has_internal_overlap(gradient) != at::MemOverlap::Yes)
+    return;
+  throw Error(function, "gradients with memory of their own for each element",
+              "an expanded gradient", "replace it by a copy (clone) before");
 }
 
 SemitoneTensor* new_tensor(at::Tensor tensor) {

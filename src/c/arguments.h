@@ -22,6 +22,9 @@ at::Tensor& tensor_of(SemitoneTensor* tensor, const char* function);
 // Tensors of a list. The copies refer to the same TensorImpl.
 std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::size_t count,
                                    const char* function);
+// Error if the tensor has an expanded gradient. A pass over gradients refuses it too, but only after
+// it has changed others.
+void require_no_expanded_gradient(const at::Tensor& tensor, const char* function);
 // A new at::Tensor for the caller.
 SemitoneTensor* new_tensor(at::Tensor tensor);
 

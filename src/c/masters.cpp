@@ -76,8 +76,15 @@ SemitoneStatus semitone_masters_list(const SemitoneMasters* masters, SemitoneTen
 }
 
 SemitoneStatus semitone_masters_take_gradients(SemitoneMasters* masters) {
-  return run_without_casts(
-      __func__, [&](const char* function) { get(masters, function).masters.take_gradients(); });
+  return run_without_casts(__func__, [&](const char* function) {
+    SemitoneMasters& self = get(masters, function);
+    for (const at::Tensor& tensor : tensors_in(self))
+      require_no_expanded_gradient(tensor, function);
+    self.masters.for_each([&](const at::Tensor& parameter, const at::Tensor&) {
+      require_no_expanded_gradient(parameter, function);
+    });
+    self.masters.take_gradients();
+  });
 }
 
 SemitoneStatus semitone_masters_clear_gradients(SemitoneMasters* masters) {

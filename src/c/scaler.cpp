@@ -5,8 +5,6 @@
 #include "src/c/options.h"
 #include "src/c/parameters.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -73,15 +71,7 @@ SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
       throw Error(function, "each parameter once between two updates", "one for the second time",
                   "call semitone_scaler_update() once at the end of an iteration");
     }
-    // The pass over the gradients refuses it too, but only after it has changed others.
-    for (const at::Tensor& tensor : tensors) {
-      const at::Tensor& gradient = tensor.grad();
-      if (!gradient.defined() || gradient.layout() != at::kStrided ||
-          at::has_internal_overlap(gradient) != at::MemOverlap::Yes)
-        continue;
-      throw Error(function, "gradients with memory of their own for each element",
-                  "an expanded gradient", "replace it by a copy (clone) before");
-    }
+    for (const at::Tensor& tensor : tensors) require_no_expanded_gradient(tensor, function);
     auto list = std::make_unique<ParameterList>(tensors);
     self.lists.reserve(self.lists.size() + 1);
     self.scaler.unscale_(*list);

@@ -513,6 +513,15 @@ class MastersTest(unittest.TestCase):
             self.masters.load(damaged, ctypes.c_size_t(len(damaged)))
         self.assertEqual(self.trained[0].values(), [1, 2])
 
+    def test_an_expanded_gradient_is_refused_before_others_change(self):
+        two = Tensor.floats([1, 2]).require_grad()
+        with Handle("masters", *c.tensor_list([self.low, two])) as masters:
+            self.low.grad = op("aten::to.dtype", Tensor.floats([5, 6]), FLOAT16)
+            two.grad = op("aten::expand", Tensor.floats([8]), [2])
+            with self.assertRaisesRegex(SemitoneError, "got an expanded gradient"):
+                masters.take_gradients()
+            self.assertEqual(self.low.grad.values(), [5, 6])
+
     def test_gradients_move(self):
         self.low.grad = op("aten::to.dtype", Tensor.floats([5, 6]), FLOAT16)
         self.full.grad = Tensor.floats([7])

@@ -25,7 +25,9 @@
 /// - **Threads.** Different handles may be used on different threads at the same time. A handle,
 ///   and the tensors that it refers to, may be used by one thread at a time. Regions, grad mode and
 ///   semitone_last_error() belong to the thread. End a region before its thread ends: its handle can
-///   not be destroyed afterwards.
+///   not be destroyed afterwards. The first region of a policy, and the first one after
+///   semitone_policy_set(), may change LibTorch's table of operators, which no other thread may use
+///   at that moment: with several policies, enter a region of each once before the threads start.
 /// - **Processes.** dlclose() does not unload the library, since LibTorch calls its kernels until the
 ///   process ends. After fork(), use it in the child only if no other thread was in a call.
 ///
