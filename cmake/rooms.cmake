@@ -79,8 +79,12 @@ function(semitone_use_pch target)
     target_link_libraries(semitone_pch PRIVATE LibTorch::LibTorch semitone_warnings)
   endif()
   target_precompile_headers(${target} REUSE_FROM semitone_pch)
-  # The precompiled header has 700 MB, which GCC's collector would go through again and again: an eighth of the time. 2 GiB in KiB.
-  if(NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
+  # The precompiled header has 700 MB, which GCC's collector would go through again and again: an eighth of the time. 2 GiB in KiB,
+  # where each core has memory for it.
+  cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+  cmake_host_system_information(RESULT mebibytes QUERY TOTAL_PHYSICAL_MEMORY)
+  math(EXPR mebibytes_of_core "${mebibytes} / ${cores}")
+  if(NOT CMAKE_DISABLE_PRECOMPILE_HEADERS AND mebibytes_of_core GREATER 4000)
     target_compile_options(${target} PRIVATE
       $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:--param=ggc-min-heapsize=2097152>)
   endif()
