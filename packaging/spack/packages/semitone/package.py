@@ -18,7 +18,7 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("cmake@3.25:", type="build")
     depends_on("ninja", type="build")
     depends_on("fmt@9:")
-    depends_on("spdlog@1.10:")
+    depends_on("spdlog@1.10: +fmt_external")
     depends_on("highway@1.0.3:")
     depends_on("jpeg")
     depends_on("libpng@1.6:")
