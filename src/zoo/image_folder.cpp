@@ -26,9 +26,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kLargestFile = std::size_t{1} << 28;
-constexpr std::array<std::string_view, 5> kSuffixes{".jpg", ".jpeg", ".png", ".ppm", ".pgm"};
-constexpr std::array<std::string_view, 6> kOtherSuffixes{".bmp",  ".gif",  ".tif",
-                                                         ".tiff", ".webp", ".heic"};
+constexpr std::array<std::string_view, 8> kSuffixes{".jpg", ".jpeg", ".jpe", ".jfif",
+                                                    ".png", ".ppm",  ".pgm", ".pnm"};
+constexpr std::array<std::string_view, 11> kOtherSuffixes{
+    ".bmp", ".gif", ".tif", ".tiff", ".webp", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".pbm"};
 
 std::string quoted(const fs::path& path) {
   return "'" + path.string() + "'";
@@ -78,10 +79,14 @@ std::vector<std::string> folders_in(const fs::path& folder) {
   return names;
 }
 
-bool is_image(const fs::path& path) {
-  std::string suffix = path.extension().string();
-  std::transform(suffix.begin(), suffix.end(), suffix.begin(),
+std::string in_lower_case(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
                  [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  return text;
+}
+
+bool is_image(const fs::path& path) {
+  const std::string suffix = in_lower_case(path.extension().string());
   if (std::find(kOtherSuffixes.begin(), kOtherSuffixes.end(), suffix) != kOtherSuffixes.end()) {
     throw FileError(
         kImageFolder, "PNG, JPEG, PPM and PGM images", quoted(path),
@@ -124,6 +129,22 @@ struct Place {
   std::vector<std::string> classes;
 };
 
+// "Training" and "Testing" would be two classes.
+void require_no_other_splits(const fs::path& folder, const std::vector<std::string>& names) {
+  bool has_train = false;
+  std::string list;
+  for (const std::string& name : names) {
+    const std::string lower = in_lower_case(name);
+    list += (list.empty() ? "" : ", ") + name;
+    has_train = has_train || lower.starts_with("train");
+    if (!lower.starts_with("train") && !lower.starts_with("test") && !lower.starts_with("val"))
+      return;
+  }
+  if (names.size() < 2 || !has_train) return;
+  throw FileError(kImageFolder, "folders train and test, or train and val, in " + quoted(folder),
+                  list, "rename them");
+}
+
 // The folder of a split's classes.
 Place place_of(const fs::path& folder, Split split) {
   const std::vector<std::string> names = folders_in(folder);
@@ -137,7 +158,10 @@ Place place_of(const fs::path& folder, Split split) {
     throw FileError(kImageFolder, "a folder train in " + quoted(folder),
                     has_test ? "test only" : "val only");
   }
-  if (!place.has_splits) return place;
+  if (!place.has_splits) {
+    require_no_other_splits(folder, names);
+    return place;
+  }
   if (has_test == has_val) {
     throw FileError(kImageFolder, "train, and test or val, in " + quoted(folder),
                     has_test ? "both" : "train only");

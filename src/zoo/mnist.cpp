@@ -26,7 +26,8 @@ fs::path find(const fs::path& folder, const std::string& name, const std::string
     for (const char* separator : {"-", "."}) {
       const fs::path path = folder / c10::str(name, separator, kind, suffix);
       std::error_code ignored;
-      if (fs::exists(path, ignored)) return path;
+      // Some copies have folders of these names beside the files.
+      if (fs::exists(path, ignored) && !fs::is_directory(path, ignored)) return path;
     }
   }
   throw FileError(kMnist, "a file " + name + "-" + kind + "[.gz] in '" + folder.string() + "'",

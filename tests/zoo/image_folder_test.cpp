@@ -165,6 +165,25 @@ TEST_F(ImageFolderTest, FoldersThatAreNotADataSet) {
   EXPECT_THAT(message(), HasSubstr("a file of that name"));
 }
 
+// They would be the classes.
+TEST_F(ImageFolderTest, SplitsOfOtherNamesAreRefused) {
+  for (const std::string name : {"Training", "Testing"}) {
+    add(name + "/a/0.ppm", 1);
+    add(name + "/b/0.ppm", 1);
+  }
+  EXPECT_THAT(message(), AllOf(HasSubstr("folders train and test, or train and val"),
+                               HasSubstr("got Testing, Training"), HasSubstr("rename them")));
+  add("cars/0.ppm", 1);  // a class
+  EXPECT_EQ(load().class_names.size(), 3U);
+}
+
+TEST_F(ImageFolderTest, SuffixesOfTheSameFormatsAreRead) {
+  for (const std::string name : {"a/0.pnm", "a/1.PNM", "b/0.ppm"}) add(name, 1);
+  EXPECT_EQ(load().size() + load(Split::test).size(), 3);
+  add("b/photo.avif", 1);
+  EXPECT_THAT(message(), HasSubstr("photo.avif"));
+}
+
 TEST_F(ImageFolderTest, SplitsHaveTheSameClasses) {
   add("train/a/0.ppm", 1);
   add("train/b/0.ppm", 1);

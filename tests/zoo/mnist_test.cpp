@@ -62,6 +62,9 @@ TEST_F(MnistTest, FindsNamesWithADotToo) {
                           folder_ / "train-images.idx3-ubyte.gz");
   EXPECT_EQ(load_mnist(folder_.path(), Split::test).size(), 20);
   EXPECT_EQ(load_mnist(folder_.path(), Split::train).size(), 40);
+  // Kaggle's copy has such folders too.
+  std::filesystem::create_directory(folder_ / "t10k-images-idx3-ubyte");
+  EXPECT_EQ(load_mnist(folder_.path(), Split::test).size(), 20);
 }
 
 TEST_F(MnistTest, ReadsTheRealOne) {

@@ -30,12 +30,13 @@ struct ImageFolderOptions {
 /// does. Classes are numbered in the order of their names' bytes.
 ///
 /// If there is a sub-folder train, then train and test, or train and val, are the two splits, each
-/// with the same sub-folders for classes. Otherwise the sub-folders are the classes themselves, and
+/// with the same sub-folders for classes. Other names of splits, such as Training and Testing, are
+/// an error. Otherwise the sub-folders are the classes themselves, and
 /// test_share of the images is held out for Split::test; the same options give the same choice on
 /// every machine.
 ///
-/// Images are PNG, JPEG, and binary PPM and PGM files, with the suffixes .png, .jpg, .jpeg, .ppm and
-/// .pgm, also in capitals. Other images must be converted: files with the suffix of another usual
+/// Images are PNG, JPEG, and binary PPM and PGM files, with the suffixes .png, .jpg, .jpeg, .jpe,
+/// .jfif, .ppm, .pgm and .pnm, also in capitals. Other images must be converted: files with the suffix of another usual
 /// format are an error. Files without such a suffix, and those whose names begin with a dot, are
 /// ignored. Sub-folders of a class belong to it. Symbolic links are followed. All images of a split
 /// are read into memory, by all of LibTorch's threads, ordered by class and then by path.
