@@ -55,8 +55,8 @@ std::unordered_map<std::string, at::Tensor> renamed(const StateDict& values,
   return by_name;
 }
 
-// What Python's wrappers, one or two of them, add to names, if an unexpected name without it is a
-// missing one.
+// What Python's wrappers, one or two of them, add to names, or the name of a module around the model,
+// if an unexpected name without it is a missing one.
 std::optional<std::string> wrong_prefix(const UnmatchedNames& unmatched) {
   const std::unordered_set<std::string> missing(unmatched.missing.begin(), unmatched.missing.end());
   for (const std::string_view prefix :
@@ -65,6 +65,10 @@ std::optional<std::string> wrong_prefix(const UnmatchedNames& unmatched) {
       if (name.starts_with(prefix) && missing.contains(name.substr(prefix.size())))
         return std::string(prefix);
     }
+  }
+  for (const std::string& name : unmatched.unexpected) {
+    for (auto dot = name.find('.'); dot != name.npos; dot = name.find('.', dot + 1))
+      if (missing.contains(name.substr(dot + 1))) return name.substr(0, dot + 1);
   }
   return std::nullopt;
 }

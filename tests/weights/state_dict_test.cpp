@@ -140,6 +140,14 @@ TEST(StateDict, APrefixOfPythonsWrappersIsNamedAndStripped) {
   load_state_dict(to, twice, LoadOptions().strip_prefix("module._orig_mod."));
 }
 
+TEST(StateDict, APrefixOfAModuleAroundTheModelIsNamedToo) {
+  ToyNet from = normalised_net();
+  ToyNet to = normalised_net();
+  StateDict values;
+  for (const auto& item : state_dict(from)) values.insert("a.net." + item.key(), item.value());
+  expect_error([&] { load_state_dict(to, values); }, {"strip_prefix(\"a.net.\")"});
+}
+
 struct TiedNetImpl : torch::nn::Module {
   TiedNetImpl() {
     encoder = register_parameter("encoder", torch::ones({2, 2}));
