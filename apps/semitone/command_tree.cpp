@@ -23,11 +23,14 @@ bool is_placeholder(const std::string& word) {
 
 // Of "dynamic|X" and "auto|cpu|cuda|cuda:N" those that are words.
 std::vector<std::string> choices_of(const std::string& type) {
-  if (type.find('|') == type.npos) return {};
+  // "N[steps|min|s]" is a number with a unit.
+  if (type.find('|') == type.npos || type.find('[') != type.npos) return {};
   std::vector<std::string> choices;
   for (const std::string& part : parts_of(type, '|')) {
     const bool ends_in_number = part.ends_with(":N");
-    if (!part.empty() && !ends_in_number && !is_placeholder(part)) choices.push_back(part);
+    const bool is_list = part.ends_with("…");
+    if (!part.empty() && !ends_in_number && !is_list && !is_placeholder(part))
+      choices.push_back(part);
   }
   return choices;
 }

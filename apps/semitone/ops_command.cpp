@@ -149,6 +149,7 @@ int run_speed(const CLI::App& command, const OpsFlags& flags) {
 }
 
 int run(const CLI::App& command, OpsFlags flags) {
+  require_two_files(kOps, {"--policy", flags.policy}, {"--json", flags.json});
   if (flags.speed) return run_speed(command, flags);
   const bool is_about_one = !flags.op.empty();
   flags.op = plain_name(flags.op);

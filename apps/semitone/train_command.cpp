@@ -164,11 +164,14 @@ class TemporaryFolder {
 
 // Trains a level in its own process, so that peak memory, threads and the state of the allocators
 // are those of the level. Returns the exit code; the result is JSON, and empty if there is none.
+// The process's table is not shown, and libraries may print to standard output too.
 int train_apart(const CLI::App& command, amp::OptLevel level, std::string& result) {
+  const TemporaryFolder folder;
+  const auto json = folder / "result.json";
   const auto finished = launch::run(launch::ProcessOptions("/proc/self/exe")
-                                        .arguments(arguments_for(command, level, "-"))
+                                        .arguments(arguments_for(command, level, json.string()))
                                         .out(launch::Output::capture));
-  result = finished.out;
+  result = read_text(json);
   if (finished.status.success()) return kSuccess;
   const std::string name(amp::name_of(level));
   std::cerr << Error(kTrain, name + " to train", finished.status.to_string()).what() << '\n';

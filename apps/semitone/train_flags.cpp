@@ -10,6 +10,7 @@
 #include "src/core/dtype_limits.h"
 #include "src/core/log.h"
 #include "src/launch/process_count.h"
+#include "src/report/run_json.h"
 #include "src/train/models.h"
 #include "src/weights/file_names.h"
 
@@ -151,8 +152,25 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
   }
 }
 
+// The record is complete before --json is written.
+void check_json(const TrainFlags& flags) {
+  if (flags.log_dir.empty() || !report::has_name_of_record(flags.json)) return;
+  const auto place = [](const std::filesystem::path& path) {
+    std::error_code ignored;
+    return std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
+  };
+  // A record of several levels has a folder for each.
+  const auto folder = place(flags.json).parent_path();
+  for (const auto& one : {folder, folder.parent_path()}) {
+    if (one != place(std::filesystem::path(flags.log_dir) / "x").parent_path()) continue;
+    throw UsageError(kTrain, "--json beside the record in --log-dir",
+                     "'" + flags.json + "', a file of the record", "choose another name");
+  }
+}
+
 // The flags for checkpoints and weights.
 void check_files(const TrainFlags& flags, const CLI::App& command) {
+  check_json(flags);
   const std::filesystem::path& file = flags.options.save_weights();
   require_two_files(kTrain, {"--save-weights", file}, {"--json", flags.json});
   // --policy may be a name, too, and --data a folder.

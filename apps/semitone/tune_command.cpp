@@ -75,6 +75,11 @@ int run(TuneFlags flags) {
   const ShortTraining& training = flags.training;
   const std::string& json = training.json;
   require_two_files(kTune, {"--out", flags.out}, {"--json", json});
+  for (const FlagOfFile& read :
+       {FlagOfFile{"--policy", flags.policy}, FlagOfFile{"--data", training.data.path}}) {
+    require_two_files(kTune, read, {"--out", flags.out});
+    require_two_files(kTune, read, {"--json", json});
+  }
   if (training.options.max_steps() < 4) {
     throw UsageError(kTune, "--max-steps from 4", std::to_string(training.options.max_steps()),
                      "the mean loss of the last quarter of the steps is compared");

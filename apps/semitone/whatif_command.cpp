@@ -59,6 +59,7 @@ class Examiner : public train::Observer {
 
 int run(ShortTraining training) {
   const std::string& json = training.json;
+  require_two_files(kWhatIfCommand, {"--data", training.data.path}, {"--json", json});
   require_json_writable(json);
   if (training.options.max_steps() < kLeastSteps) {
     throw UsageError(kWhatIfCommand, fmt::format("--max-steps from {}", kLeastSteps),

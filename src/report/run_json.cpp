@@ -85,8 +85,11 @@ bool is_record_file(const std::filesystem::path& path) {
   std::error_code error;
   const auto real =
       std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
-  if (error || starts_in(real.parent_path()) == 0) return false;
-  const std::string name = real.filename().string();
+  return !error && starts_in(real.parent_path()) > 0 && has_name_of_record(real);
+}
+
+bool has_name_of_record(const std::filesystem::path& path) {
+  const std::string name = path.filename().string();
   constexpr std::string_view kStart = "run-";
   constexpr std::string_view kEnd = ".json";
   const bool is_start =

@@ -17,6 +17,8 @@ int starts_in(const std::filesystem::path& directory);
 
 // Whether a path is that of a file of a run's record.
 bool is_record_file(const std::filesystem::path& path);
+// Whether a record has files of this name.
+bool has_name_of_record(const std::filesystem::path& path);
 
 // The launcher's job (TORCHELASTIC_RUN_ID) that made the last start in a directory. Empty without a
 // launcher, and if there is no run, or its file cannot be read.

@@ -69,6 +69,8 @@ class Bash(unittest.TestCase):
         self.assertEqual(set(self.completed("semitone", "train", "--data", "")), {"a folder", "file.pt"})
         self.assertEqual(self.completed("semitone", "train", "--save-weights", "f"), ["file.pt"])
         self.assertEqual(self.completed("semitone", "train", "--epochs", ""), [])
+        self.assertEqual(self.completed("semitone", "train", "--save-every", ""), [])
+        self.assertEqual(self.completed("semitone", "launch", "--tee", ""), ["0", "1", "2", "3"])
         self.assertEqual(self.completed("semitone", "bench", "res"), ["resnet50"])
         self.assertEqual(self.completed("semitone", "convert", "f"), ["file.pt"])
 

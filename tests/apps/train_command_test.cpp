@@ -3,6 +3,7 @@
 #include "src/launch/process.h"
 #include "tests/apps/cli_fixture.h"
 #include "tests/apps/semitone_command.h"
+#include "tests/support/environment.h"
 #include "tests/support/image_files.h"
 #include "tests/support/temporary_folder.h"
 
@@ -18,6 +19,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -274,6 +276,35 @@ TEST_F(CliTest, ResultsDoNotReplaceWhatTheTrainingReads) {
                    "expected two files for " + arguments.front());
     EXPECT_EQ(read_text(file), text);
   }
+  const std::string record = (folder_ / "run").string();
+  for (const std::string name : {"run.json", "../run/metrics.csv", "O1/run-2.json"}) {
+    expect_failure(run_semitone(train({"--log-dir", record, "--json", record + "/" + name})), 2,
+                   "expected --json beside the record in --log-dir");
+  }
+}
+
+TEST_F(CliTest, OtherResultsDoNotReplaceWhatIsRead) {
+  const std::string file = (folder_ / "file").string();
+  write_text(file, "{}");
+  for (const Words& command : {Words{"ops", "--policy", file}, Words{"tune", "--policy", file},
+                               Words{"tune", "--model", "gpt", "--data", file},
+                               Words{"whatif", "--model", "gpt", "--data", file}}) {
+    Words arguments = command;
+    arguments.insert(arguments.end(), {"--json", file});
+    expect_failure(run_semitone(arguments), 2, "expected two files for ");
+    EXPECT_EQ(read_text(file), "{}");
+  }
+}
+
+// As oneDNN does with ONEDNN_VERBOSE=1, in the processes of the levels.
+TEST_F(CliTest, LinesOfLibrariesOnStandardOutputAreNoResults) {
+  const test::Environment restored({"ONEDNN_VERBOSE"});
+  ASSERT_EQ(::setenv("ONEDNN_VERBOSE", "1", 1), 0);
+  const std::string file = (folder_ / "all.json").string();
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "all", "--max-steps", "1", "--json", file}));
+  EXPECT_EQ(finished.status.code, 0) << finished.err;
+  EXPECT_EQ(json::parse(read_text(file)).size(), 4U);
 }
 
 TEST_F(CliTest, DivergenceIsCode3) {
