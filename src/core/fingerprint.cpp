@@ -46,6 +46,7 @@ std::uint64_t sum_of_some(const at::Tensor& tensor) {
 
 std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || !tensor.has_storage() || tensor._is_zerotensor()) return 0;
+  if (tensor.storage().data() == nullptr) return 0;  // the program has freed it
   switch (tensor.element_size()) {
     case sizeof(std::uint16_t):
       return sum_of_some<std::uint16_t>(tensor);

@@ -258,6 +258,17 @@ TEST(PaddedAttention, KeepsAMaskOfAProgramsOwn) {
   }
 }
 
+// The view then stays in the product's memory.
+TEST(PaddedAttention, MasksWhatAnotherViewOfTheProductSees) {
+  const auto q = torch::randn({4, 6, 5}, torch::kBFloat16).transpose(0, 1);
+  const auto k = torch::randn({6, 5, 7}, torch::kBFloat16);
+  const Autocast region(torch::kCPU, torch::kBFloat16);
+  const auto product = at::bmm(q, k);
+  const auto rows = product.flatten(0, 1);
+  product.view({2, 3, 4, 7}).fill_(-2);
+  EXPECT_TRUE(torch::equal(rows, torch::full({24, 7}, -2, torch::kBFloat16)));
+}
+
 TEST(PaddedAttention, GivesAMaskedProductItsGradient) {
   const auto gradients = [](bool in_place) {
     torch::manual_seed(5);

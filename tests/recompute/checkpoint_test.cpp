@@ -901,6 +901,16 @@ TEST(Checkpoint, CapturedTensorsThatChangeAreAnError) {
   }
 }
 
+// As programs do that keep a share of each weight.
+TEST(Checkpoint, ACapturedTensorWhoseMemoryWasFreedIsAnError) {
+  const at::Tensor x = torch::ones({2}).requires_grad_();
+  const at::Tensor factor = torch::full({2}, 3.0);
+  const at::Tensor y =
+      checkpoint([factor](const at::Tensor& t) { return torch::tanh(t * factor); }, x).sum();
+  factor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr());
+  EXPECT_THAT(test::error_of([&] { y.backward(); }), HasSubstr("captured tensors"));
+}
+
 // No operator of LibTorch gets the tensors that a kernel of Semitone's reads, or one returns what it
 // got.
 TEST(Checkpoint, CapturedTensorsThatKernelsReadAreWatchedToo) {

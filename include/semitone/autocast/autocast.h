@@ -30,8 +30,9 @@ namespace semitone::amp {
 ///   frozen one is cast at each use, unless the policy is bound to the model (CastPolicy::bind,
 ///   amp::initialize). One that was made in c10::InferenceMode is always cast at each use, since
 ///   such tensors have no version counter. torch::nn::Linear passes weight.t() to its operator;
-///   this view uses the cached copy of the weight, too. There is one cached copy per dtype. A copy
-///   is not used any more once the weight has changed. A copy that was made without a gradient is
+///   this view uses the cached copy of the weight, too, and so gets no gradient of its own if a hook
+///   or torch::autograd::grad asks for one after the operator. There is one cached copy per dtype.
+///   A copy is not used any more once the weight has changed. A copy that was made without a gradient is
 ///   replaced when a gradient is needed. All copies are dropped when the outermost region ends, or
 ///   when a backward pass runs through one of them.
 /// - A weight is taken as changed after every write that increments its version counter (in place,
