@@ -89,13 +89,9 @@ bool FusedAdam::keeps_bf16_state(const torch::optim::OptimizerOptions& options) 
   return static_cast<const FusedAdamOptions&>(options).bf16_state();
 }
 
-// Neither the file's numbers nor the program's are to lose what they have.
 void FusedAdam::keep_storage(torch::optim::OptimizerOptions& loaded,
                              const torch::optim::OptimizerOptions& current) const {
-  auto& own = static_cast<FusedAdamOptions&>(loaded);
-  const auto& before = static_cast<const FusedAdamOptions&>(current);
-  own.split_master(own.split_master() || before.split_master());
-  own.bf16_state(own.bf16_state() || before.bf16_state());
+  keep_storage_of<FusedAdamOptions>(current, loaded);
 }
 
 FusedOptimizer::Rules FusedAdam::rules_of(std::span<const Work> work) const {

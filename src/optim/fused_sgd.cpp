@@ -75,13 +75,9 @@ bool FusedSGD::keeps_bf16_state(const torch::optim::OptimizerOptions& options) c
   return static_cast<const FusedSGDOptions&>(options).bf16_state();
 }
 
-// Neither the file's numbers nor the program's are to lose what they have.
 void FusedSGD::keep_storage(torch::optim::OptimizerOptions& loaded,
                             const torch::optim::OptimizerOptions& current) const {
-  auto& own = static_cast<FusedSGDOptions&>(loaded);
-  const auto& before = static_cast<const FusedSGDOptions&>(current);
-  own.split_master(own.split_master() || before.split_master());
-  own.bf16_state(own.bf16_state() || before.bf16_state());
+  keep_storage_of<FusedSGDOptions>(current, loaded);
 }
 
 FusedOptimizer::Rules FusedSGD::rules_of(std::span<const Work> work) const {

@@ -20,6 +20,16 @@
 // Checks and stores options.
 namespace semitone::optim {
 
+// Neither the numbers of a file nor those of the program are to lose what their storage holds.
+template <typename Options>
+void keep_storage_of(const torch::optim::OptimizerOptions& current,
+                     torch::optim::OptimizerOptions& loaded) {
+  const auto& before = static_cast<const Options&>(current);
+  auto& own = static_cast<Options&>(loaded);
+  own.split_master(own.split_master() || before.split_master());
+  own.bf16_state(own.bf16_state() || before.bf16_state());
+}
+
 // The options as the optimizer's own type; Error if a group has another optimizer's options.
 template <typename Options>
 const Options& options_as(const torch::optim::OptimizerOptions& options,

@@ -50,7 +50,7 @@ bool Masters::master_changed(const Pair& pair) {
 
 Masters::Probes Masters::probe(const at::Tensor& tensor) {
   Probes probes = {};
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided ||
+  if (!tensor.is_cpu() || !tensor.has_storage() || tensor.storage().data() == nullptr ||
       !tensor.is_non_overlapping_and_dense() || tensor.numel() == 0)
     return probes;
   const auto stride = static_cast<std::size_t>(tensor.element_size());
