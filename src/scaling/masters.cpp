@@ -202,8 +202,9 @@ void Masters::step(bool in_one_pass) {
   if (fused_ == nullptr) {
     widen_states();
     // A graph may have saved the weights that have no gradient: they get no new version.
-    std::vector<bool> has_gradient;
-    for (const Pair& pair : pairs_) has_gradient.push_back(pair.master.grad().defined());
+    std::vector<bool> has_gradient(pairs_.size());
+    for (std::size_t i = 0; i < pairs_.size(); ++i)
+      has_gradient[i] = pairs_[i].master.grad().defined();
     if (!in_one_pass || !optim::step_in_one_pass(*optimizer_)) optimizer_->step();
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
       Pair& pair = pairs_[i];
