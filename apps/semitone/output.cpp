@@ -44,14 +44,17 @@ void require_json_writable(const std::string& json) {
   if (!json.empty() && json != "-") require_writable(json, kJson);
 }
 
+std::filesystem::path place_of(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const auto place =
+      std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
+  return place.has_filename() ? place : place.parent_path();  // "runs/7/"
+}
+
 void require_two_files(std::string_view component, const FlagOfFile& one, const FlagOfFile& other) {
   constexpr auto kStandardOutput = "-";
   if (one.path.empty() || other.path.empty() || other.path == kStandardOutput) return;
-  const auto place = [](const std::filesystem::path& path) {
-    std::error_code ignored;
-    return std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
-  };
-  if (place(one.path) != place(other.path)) return;
+  if (place_of(one.path) != place_of(other.path)) return;
   throw UsageError(component, fmt::format("two files for {} and {}", one.flag, other.flag),
                    "'" + one.path.string() + "' for both");
 }

@@ -23,6 +23,9 @@ struct FlagOfFile {
   std::filesystem::path path;
 };
 
+// An absolute path without links, which equals another one if both lead to the same place.
+std::filesystem::path place_of(const std::filesystem::path& path);
+
 // UsageError if both are the same file.
 void require_two_files(std::string_view component, const FlagOfFile& one, const FlagOfFile& other);
 

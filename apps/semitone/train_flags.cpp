@@ -155,17 +155,12 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
 // The record is complete before --json is written.
 void check_json(const TrainFlags& flags) {
   if (flags.log_dir.empty() || !report::has_name_of_record(flags.json)) return;
-  const auto place = [](const std::filesystem::path& path) {
-    std::error_code ignored;
-    return std::filesystem::weakly_canonical(std::filesystem::absolute(path, ignored), ignored);
-  };
-  // A record of several levels has a folder for each.
-  const auto folder = place(flags.json).parent_path();
-  for (const auto& one : {folder, folder.parent_path()}) {
-    if (one != place(std::filesystem::path(flags.log_dir) / "x").parent_path()) continue;
-    throw UsageError(kTrain, "--json beside the record in --log-dir",
-                     "'" + flags.json + "', a file of the record", "choose another name");
-  }
+  const auto folder = place_of(flags.json).parent_path();
+  const auto record = place_of(flags.log_dir);
+  // That of several levels has a folder for each.
+  if (folder != record && folder.parent_path() != record) return;
+  throw UsageError(kTrain, "--json beside the record in --log-dir",
+                   "'" + flags.json + "', a file of the record", "choose another name");
 }
 
 // The flags for checkpoints and weights.
