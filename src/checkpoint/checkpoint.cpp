@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/checkpoint/checkpoint_impl.h"
 #include "src/checkpoint/manifest.h"
+#include "src/checkpoint/own_directories.h"
 #include "src/core/archive.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
@@ -241,12 +242,15 @@ void Checkpoint::wait() {
 
 std::optional<std::int64_t> Checkpoint::resume() {
   impl_->wait();
-  return impl_->resume();
+  const auto step = impl_->resume();
+  note_own(impl_->directory);
+  return step;
 }
 
 void Checkpoint::resume(std::int64_t step) {
   impl_->wait();
   impl_->resume(step);
+  note_own(impl_->directory);
 }
 
 const std::filesystem::path& Checkpoint::directory() const {

@@ -56,6 +56,10 @@ std::string describe(const TensorRecord& tensor) {
   return fmt::format("{} [{}]", tensor.dtype, fmt::join(tensor.shape, ", "));
 }
 
+std::string describe(const at::Tensor& tensor) {
+  return describe(TensorRecord{"", tensor.sizes().vec(), dtype_name(tensor.scalar_type())});
+}
+
 void require_same_tensors(const std::vector<TensorRecord>& here,
                           const std::vector<TensorRecord>& saved, const std::string& path,
                           const char* remedy) {
@@ -145,11 +149,9 @@ class OwnMemory {
     for (auto& [tensor, memory] : kept_) {
       const at::Tensor loaded = tensor.variable_data();
       // copy_values() would repeat a single number, and convert to another dtype.
-      const auto text = [](const at::Tensor& one) {
-        return fmt::format("{} [{}]", dtype_name(one.scalar_type()), fmt::join(one.sizes(), ", "));
-      };
-      if (text(loaded) != text(memory))
-        throw FileError("checkpoint.resume", "a tensor of " + text(memory), text(loaded));
+      const std::string want = describe(memory);
+      const std::string got = describe(loaded);
+      if (got != want) throw FileError("checkpoint.resume", "a tensor of " + want, got);
       set_memory(tensor, memory);
       copy_values(tensor, loaded);
     }

@@ -4,7 +4,6 @@
 #include "semitone/core/error.h"
 #include "src/checkpoint/agree.h"
 #include "src/checkpoint/checkpoint_impl.h"
-#include "src/checkpoint/own_directories.h"
 #include "src/core/log.h"
 
 #include <c10/util/Exception.h>
@@ -275,7 +274,6 @@ void Checkpoint::Impl::resume(std::int64_t step) {
         problem, "resume from another step, or restore a backup");
   }
   load_if_it_fits(manifest);
-  note_own(directory);
 }
 
 std::optional<std::int64_t> Checkpoint::Impl::resume() {
@@ -287,7 +285,6 @@ std::optional<std::int64_t> Checkpoint::Impl::resume() {
     const std::string problem = find_problem(*step, manifest);
     if (problem.empty()) {
       load_if_it_fits(manifest);
-      note_own(directory);
       return *step;
     }
     if (first_problem.empty()) first_problem = problem;
@@ -295,10 +292,7 @@ std::optional<std::int64_t> Checkpoint::Impl::resume() {
     if (is_first())
       log()->warn("the checkpoint of step {} is damaged, and is not used: {}", *step, problem);
   }
-  if (steps.empty()) {
-    note_own(directory);
-    return std::nullopt;
-  }
+  if (steps.empty()) return std::nullopt;
   throw FileError(kResume, fmt::format("an undamaged checkpoint in '{}'", directory.string()),
                   fmt::format("{} damaged, of which the newest: {}", steps.size(), first_problem),
                   "restore a backup, or choose another directory");

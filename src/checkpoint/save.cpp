@@ -28,15 +28,6 @@ namespace {
 
 constexpr auto kSave = "checkpoint.save";
 
-// Of the steps after a new one, those that resume() has not rejected.
-std::optional<std::int64_t> later_step(const std::vector<std::int64_t>& steps, std::int64_t step,
-                                       const std::set<std::int64_t>& rejected) {
-  for (auto other = steps.rbegin(); other != steps.rend() && *other > step; ++other) {
-    if (!rejected.contains(*other)) return *other;
-  }
-  return std::nullopt;
-}
-
 template <typename Work>
 std::future<void> in_thread(Work&& work) {
   try {
@@ -146,20 +137,19 @@ std::vector<PendingFile> Checkpoint::Impl::copies() {
 
 std::unique_ptr<Staging> Checkpoint::Impl::stage(std::int64_t step) const {
   auto staging = std::make_unique<Staging>(directory);
-  const auto later = later_step(steps_in(directory), step, rejected);
-  if (later.has_value()) {
+  std::vector<std::int64_t> steps = steps_in(directory);
+  std::erase_if(steps, [&](std::int64_t other) { return rejected.contains(other); });
+  if (!steps.empty() && steps.back() > step) {
     throw Error(
-        kSave, fmt::format("a step after {}, the newest in '{}'", *later, directory.string()),
+        kSave, fmt::format("a step after {}, the newest in '{}'", steps.back(), directory.string()),
         std::to_string(step), "call resume() before the first step, or choose another directory");
   }
   // The keep limit would delete them one by one.
-  std::vector<std::int64_t> others = steps_in(directory);
-  std::erase_if(others, [&](std::int64_t other) { return rejected.contains(other); });
-  if (!is_own(directory) && !others.empty()) {
+  if (!is_own(directory) && !steps.empty()) {
     throw Error(
         kSave,
         fmt::format("a directory without checkpoints of another run, '{}'", directory.string()),
-        fmt::format("step {} in it", others.back()),
+        fmt::format("step {} in it", steps.back()),
         "call resume() before the first step, or choose another directory");
   }
   staging->begin(step);
