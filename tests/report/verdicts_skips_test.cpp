@@ -18,6 +18,13 @@ Json scale_of(std::int64_t loss_id, std::int64_t step, double before, double aft
   return line;
 }
 
+// In one of the steps up to this one.
+Json skipped_up_to(std::int64_t step, double loss_scale) {
+  Json line = skipped(step, "w", loss_scale);
+  line["exact"] = false;
+  return line;
+}
+
 TEST(SkipVerdicts, SkipsAtAConstantScaleAreNotNormal) {
   MadeUpRun run;
   run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
@@ -30,13 +37,8 @@ TEST(SkipVerdicts, SkipsAtAConstantScaleAreNotNormal) {
 TEST(SkipVerdicts, SkipsOfUnknownStepsAreCountedAndExcuseNoLoss) {
   MadeUpRun run;
   run.add({scale(100, 128, 128)});
-  const auto one_of = [](std::int64_t step) {
-    Json line = skipped(step, "w", 128);
-    line["exact"] = false;
-    return line;
-  };
   for (std::int64_t step = 100; step <= 1000; step += 100) {
-    for (int i = 0; i < 50; ++i) run.add({one_of(step)});
+    for (int i = 0; i < 50; ++i) run.add({skipped_up_to(step, 128)});
     run.add_metric(step, "train/loss", step == 700 ? "nan" : "1");
   }
   const Verdict verdict = verdict_of(run, "skipped_steps");
@@ -49,9 +51,8 @@ TEST(SkipVerdicts, SkipsOfUnknownStepsAreCountedAndExcuseNoLoss) {
 TEST(SkipVerdicts, AGrowthAndAFallOfUnknownStepsAreNormal) {
   MadeUpRun run;
   run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
-  Json line = skipped(300, "w", 2048);
-  line["exact"] = false;
-  run.add({scale(100, 1024, 1024), scale(300, 1024, 2048), line, scale(300, 2048, 1024)});
+  run.add({scale(100, 1024, 1024), scale(300, 1024, 2048), skipped_up_to(300, 2048),
+           scale(300, 2048, 1024)});
   EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::good);
 }
 
@@ -59,11 +60,7 @@ TEST(SkipVerdicts, AGrowthAndAFallOfUnknownStepsAreNormal) {
 TEST(SkipVerdicts, MoreSkipsThanStepsAreNoShare) {
   MadeUpRun run;
   run.add_metric(1, "train/loss", "1").add_metric(3, "train/loss", "1");
-  for (int i = 0; i < 20; ++i) {
-    Json line = skipped(3, "w", 128);
-    line["exact"] = false;
-    run.add({line});
-  }
+  for (int i = 0; i < 20; ++i) run.add({skipped_up_to(3, 128)});
   run.add({scale(1, 128, 128)});
   const Verdict verdict = verdict_of(run, "skipped_steps");
   EXPECT_EQ(verdict.severity, Severity::warning);
