@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <ostream>
@@ -112,15 +113,42 @@ TEST_P(GradientsInTheModel, KeepATrainingStableThatIsClippedByTorchsFunctions) {
   }
 }
 
-// As in a program that sends all gradients as one tensor.
-TEST(GradientsOfTheModel, StayInTheTensorThatTheProgramKeepsThemIn) {
+// Trains with gradients that the program keeps, and compares them with those of a training that
+// does not.
+// @param keep  sets the gradients of the parameters, and returns what zeroes them
+void expect_kept_gradients(
+    const std::function<std::function<void()>(torch::nn::Module& model)>& keep) {
   for (const std::string level : {"O0", "O1", "O3"}) {
     SCOPED_TRACE(level);
     const Options options =
         Options(level).dtype(torch::kHalf).loss_scale(level == "O0" ? "1" : "128");
     Training trained(options, sgd(0.5));
     Training want(options, sgd(0.5));
-    const auto parameters = trained.model->parameters();
+    const auto zero = keep(*trained.model);
+    std::vector<at::Tensor> kept;
+    for (const at::Tensor& parameter : trained.model->parameters())
+      kept.push_back(parameter.grad());
+    for (std::uint64_t i = 0; i < 2; ++i) {
+      zero();
+      trained.backward(1, i);
+      want.mixed->zero_grad(*want.optimizer);
+      want.backward(1, i);
+      const auto own = trained.model->parameters();
+      const auto others = want.model->parameters();
+      for (std::size_t k = 0; k < kept.size(); ++k) {
+        EXPECT_TRUE(own[k].grad().is_alias_of(kept[k]));
+        expect_bitwise_equal(kept[k], others[k].grad());
+      }
+      trained.step();
+      want.step();
+    }
+  }
+}
+
+// As in a program that sends all gradients as one tensor.
+TEST(GradientsOfTheModel, StayInTheTensorThatTheProgramKeepsThemIn) {
+  expect_kept_gradients([](torch::nn::Module& model) {
+    const auto parameters = model.parameters();
     std::int64_t count = 0;
     for (const at::Tensor& parameter : parameters) count += parameter.numel();
     const at::Tensor flat = torch::zeros({count}, parameters[0].options());
@@ -129,45 +157,16 @@ TEST(GradientsOfTheModel, StayInTheTensorThatTheProgramKeepsThemIn) {
       parameter.mutable_grad() = flat.narrow(0, start, parameter.numel()).view_as(parameter);
       start += parameter.numel();
     }
-    for (std::uint64_t i = 0; i < 2; ++i) {
-      flat.zero_();
-      trained.backward(1, i);
-      want.mixed->zero_grad(*want.optimizer);
-      want.backward(1, i);
-      std::vector<at::Tensor> grads;
-      for (const at::Tensor& parameter : want.model->parameters())
-        grads.push_back(parameter.grad().reshape(-1));
-      expect_bitwise_equal(flat, at::cat(grads));
-      trained.step();
-      want.step();
-    }
-  }
+    return [flat] { flat.zero_(); };
+  });
 }
 
 TEST(GradientsOfTheModel, StayInTheTensorsThatTheProgramKeeps) {
-  for (const std::string level : {"O0", "O1", "O3"}) {
-    SCOPED_TRACE(level);
-    const Options options =
-        Options(level).dtype(torch::kHalf).loss_scale(level == "O0" ? "1" : "128");
-    Training trained(options, sgd(0.5));
-    Training want(options, sgd(0.5));
-    std::vector<at::Tensor> kept;
-    for (const at::Tensor& parameter : trained.model->parameters())
-      kept.push_back(parameter.mutable_grad() = torch::zeros_like(parameter));
-    for (std::uint64_t i = 0; i < 2; ++i) {
-      trained.model->zero_grad(/*set_to_none=*/false);
-      trained.backward(1, i);
-      want.mixed->zero_grad(*want.optimizer);
-      want.backward(1, i);
-      const auto parameters = want.model->parameters();
-      for (std::size_t k = 0; k < kept.size(); ++k) {
-        EXPECT_TRUE(trained.model->parameters()[k].grad().is_alias_of(kept[k]));
-        expect_bitwise_equal(kept[k], parameters[k].grad());
-      }
-      trained.step();
-      want.step();
-    }
-  }
+  expect_kept_gradients([](torch::nn::Module& model) {
+    for (const at::Tensor& parameter : model.parameters())
+      parameter.mutable_grad() = torch::zeros_like(parameter);
+    return [&model] { model.zero_grad(/*set_to_none=*/false); };
+  });
 }
 
 // Autograd gives both parameters a gradient in the same memory.
