@@ -71,6 +71,7 @@ int main() try {
        amp::Options(half).loss_scale_options(amp::LossScaleOptions::apex())},
       {"O2 with the head in fp32",
        amp::Options(half).policy(amp::CastPolicy::none(torch::kHalf).keep_fp32_params("head.*"))},
+      {"O2 with one pass for the whole step", amp::Options(half).fuse_optimizers(true)},
       {"O2 that casts nothing", amp::Options(half).cast_model_type(std::nullopt)},
       {"O3 with BatchNorm in fp32",
        amp::Options("O3").dtype(torch::kBFloat16).keep_batchnorm_fp32(true).verbosity(0)},

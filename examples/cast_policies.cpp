@@ -81,7 +81,12 @@ int main() try {
                               torch::nn::Linear(64, 64));
   const auto x = torch::randn({32, 64});
   const auto exact = model->forward(x);
-  const auto fp8 = amp::CastPolicy::semitone(target).fp8().bind(model);
+  const auto options = amp::Fp8Options()
+                           .forward(torch::kFloat8_e4m3fn)
+                           .backward(torch::kFloat8_e5m2)
+                           .margin(0)
+                           .amax_history(16);
+  const auto fp8 = amp::CastPolicy::semitone(target).fp8(options).bind(model);
   torch::Tensor rounded;
   {
     const amp::Autocast region(fp8);

@@ -31,7 +31,9 @@ int main(int argc, char** argv) try {
   semitone::optim::FusedAdam optimizer(model->parameters(), 1e-3);
   auto mixed = amp::initialize(model, optimizer, amp::Options("O2").verbosity(0));
   const auto size = static_cast<std::size_t>(data.size());
-  semitone::parallel::DistributedSampler sampler(size, /*num_replicas=*/1, /*rank=*/0);
+  const auto order =
+      semitone::parallel::DistributedSamplerOptions().shuffle(true).advance_epoch(true);
+  semitone::parallel::DistributedSampler sampler(size, /*num_replicas=*/1, /*rank=*/0, order);
 
   // Six lines, and a first step of resume() instead of 0, are all that a training loop needs for
   // this: three here, and three after mixed.step().
@@ -40,8 +42,7 @@ int main(int argc, char** argv) try {
   checkpoint.add("model", model).add("optim", optimizer).add("mixed", mixed).add("data", sampler);
   for (int64_t step = checkpoint.resume().value_or(0); step < steps; ++step) {
     auto indices = sampler.next(100);
-    if (!indices.has_value()) {  // an epoch has ended
-      sampler.set_epoch(sampler.epoch() + 1);
+    if (!indices.has_value()) {  // an epoch has ended, and the next one has another order
       sampler.reset();
       indices = sampler.next(100);
     }

@@ -94,6 +94,13 @@ int main() try {
   const double clip = optim::clip_factor(optim::grad_norm(model->parameters()) / 1024, 1.0);
   right = optimizer.step(optim::FusedStep().inv_scale(1 / 1024.).clip(clip)) && right;
   std::cout << "norm " << norm << ", clipped by " << clip << '\n';
+
+  // The two halves of clipping, without a wait for a GPU in between.
+  backward();
+  std::vector<torch::Tensor> grads;
+  for (const auto& parameter : model->parameters()) grads.push_back(parameter.grad());
+  optim::clip_grads_with_norm_(model->parameters(), 1.0, optim::get_total_norm(grads));
+  right = right && std::abs(optim::grad_norm(model->parameters()) - 1) < 0.01;
   return right ? 0 : 1;
 } catch (const semitone::Error& error) {
   std::cerr << error.what() << '\n';

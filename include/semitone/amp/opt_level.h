@@ -101,8 +101,9 @@ class Options {
   /// constant scale together with loss_scale "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
-  /// (CastPolicy::keep_fp32_params) and the products in fp8 (CastPolicy::fp8). Default: CastPolicy::semitone. The policy's own device and
-  /// dtype are ignored in favour of device() and dtype().
+  /// (CastPolicy::keep_fp32_params) and the products in fp8 (CastPolicy::fp8). Default:
+  /// CastPolicy::semitone. The policy's own device and dtype are ignored in favour of device() and
+  /// dtype().
   Options& policy(CastPolicy value);
 
   /// The memory format of the weights of Conv2d and ConvTranspose2d layers. The format decides how
