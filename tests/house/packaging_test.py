@@ -13,9 +13,9 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGING = ROOT / "packaging"
 VERSION = re.search(r"^project\(semitone VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text(), re.M).group(1)
+SPACK = "spack/spack_repo/semitone/packages/semitone/package.py"
 RECIPES = {name: (PACKAGING / name).read_text() for name in [
-    "conan/conanfile.py", "vcpkg/semitone/portfile.cmake", "vcpkg/semitone/vcpkg.json", "spack/packages/semitone/package.py",
-    "docker/Dockerfile"]}
+    "conan/conanfile.py", "vcpkg/semitone/portfile.cmake", "vcpkg/semitone/vcpkg.json", SPACK, "docker/Dockerfile"]}
 
 # They print what they are given. That for features takes its keywords as vcpkg's does.
 VCPKG_FUNCTIONS = """cmake_minimum_required(VERSION 3.25)
@@ -42,7 +42,7 @@ include(${CURRENT_PORT_DIR}/portfile.cmake)
 class Packaging(unittest.TestCase):
     def test_recipes_have_the_projects_version(self):
         self.assertEqual(json.loads(RECIPES["vcpkg/semitone/vcpkg.json"])["version"], VERSION)
-        self.assertEqual(re.findall(r'^    version\("([^"]+)"', RECIPES["spack/packages/semitone/package.py"], re.M), [VERSION])
+        self.assertEqual(re.findall(r'^    version\("([^"]+)"', RECIPES[SPACK], re.M), [VERSION])
         self.assertEqual(re.findall(r"^ARG VERSION=(.+)$", RECIPES["docker/Dockerfile"], re.M), [VERSION])
         # Conan's reads it from CMakeLists.txt.
         pattern = re.search(r're\.search\(r"(.+?)", text\)', RECIPES["conan/conanfile.py"]).group(1)
@@ -65,7 +65,7 @@ class Packaging(unittest.TestCase):
         names = {"CLI11": "cli11", "fmt": "fmt", "spdlog": "spdlog", "nlohmann_json": "nlohmann[-_]json", "ZLIB": "zlib", "hwy": "highway",
                  "PNG": "libpng", "JPEG": "(?:libjpeg-turbo|jpeg)"}
         self.assertEqual(found, set(names))
-        for name in ["conan/conanfile.py", "vcpkg/semitone/vcpkg.json", "spack/packages/semitone/package.py"]:
+        for name in ["conan/conanfile.py", "vcpkg/semitone/vcpkg.json", SPACK]:
             for library in names.values():
                 self.assertRegex(RECIPES[name], rf'"{library}[-@/"a-z\[]', name)
 

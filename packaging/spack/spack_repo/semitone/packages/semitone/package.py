@@ -1,4 +1,7 @@
 """Spack recipe of Semitone: docs/packages.md."""
+from spack_repo.builtin.build_systems.cmake import CMakePackage, generator
+from spack_repo.builtin.build_systems.cuda import CudaPackage
+
 from spack.package import *
 
 
@@ -18,7 +21,7 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("cmake@3.25:", type="build")
     depends_on("ninja", type="build")
     depends_on("fmt@9:")
-    depends_on("spdlog@1.10: +fmt_external")
+    depends_on("spdlog@1.10:")
     depends_on("highway@1.0.3:")
     depends_on("jpeg")
     depends_on("libpng@1.6:")
@@ -27,11 +30,14 @@ class Semitone(CMakePackage, CudaPackage):
     # Headers only; link, since the compiler gets no folders of others.
     depends_on("gloo", type=("build", "link"))
     depends_on("cli11@2.1:", type="build", when="+program")
-    # LibTorch is part of PyTorch's package.
+    # LibTorch is part of PyTorch's package, which is for GPUs by default.
     depends_on("py-torch@2.9: +distributed +gloo", type=("build", "link", "run"))
+    depends_on("py-torch ~cuda", when="~cuda")
     # Older releases run on GPUs without Semitone's kernels, and the kernels need nvcc 12.1.
     depends_on("py-torch@2.11: +cuda", when="+cuda")
     depends_on("cuda@12.1:", when="+cuda")
+    for architecture in CudaPackage.cuda_arch_values:
+        depends_on(f"py-torch cuda_arch={architecture}", when=f"+cuda cuda_arch={architecture}")
 
     conflicts("%gcc@:11", msg="Semitone needs GCC 12 or newer")
     conflicts("%clang@:13", msg="Semitone needs clang 14 or newer")
