@@ -7,11 +7,13 @@ A link within the project leads to a file that git would keep, an anchor to a he
 the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. A table of
 options, variables or flags has a row for each that the code has, no other, and the same default where that is a number or a boolean.
 The navigation of the site (tools/docs/mkdocs.yml) lists each page once, and the messages of docs/troubleshooting.md are in the sources.
-Each row of docs/migration.md links examples that run and have its names, or says why there is no equivalent. docs/error_messages.md is
-what tools/error_messages.py makes of the sources.
+Each row of docs/migration.md links examples that run and have its names, or says why there is no equivalent. docs/examples.md links each
+example, and its counterpart in examples/python, which parses and names it. docs/error_messages.md is what tools/error_messages.py makes
+of the sources.
 Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
 """
 import argparse
+import ast
 import pathlib
 import re
 import shlex
@@ -301,10 +303,33 @@ def check_migration(root):
             for number, row in enumerate(table.group(1).splitlines()) for problem in check_migration_row(root, row, running)]
 
 
+EXAMPLES = "docs/examples.md"
+
+
+def check_examples(root):
+    page = root / EXAMPLES
+    if not page.exists():
+        return []
+    linked = set(re.findall(r"\]\(\.\./(examples/[^)#]+)\)", page.read_text()))
+    files = {str(file.relative_to(root)) for kind in ("*.cpp", "python/*.py") for file in root.glob(f"examples/{kind}")}
+    found = [f"{EXAMPLES}: expected a link to {file}, got none" for file in sorted(files - linked)]
+    for file in sorted(root.glob("examples/python/*.py")):
+        name = f"examples/python/{file.name}"
+        try:
+            about = ast.get_docstring(ast.parse(file.read_text())) or ""
+        except SyntaxError as error:
+            found.append(f"{name}:{error.lineno}: {error.msg}")
+            continue
+        if f"../{file.stem}.cpp" not in about or not (root / f"examples/{file.stem}.cpp").exists():
+            found.append(f"{name}: expected '../{file.stem}.cpp' in its first comment, and that file, got neither or one")
+    return found
+
+
 def check(root, program=None):
     commands = Commands(root, program)
     found = [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
-    return found + check_tables(root, commands) + check_navigation(root) + check_messages(root) + check_migration(root) + error_messages.check(root)
+    found += check_tables(root, commands) + check_navigation(root) + check_messages(root)
+    return found + check_migration(root) + check_examples(root) + error_messages.check(root)
 
 
 def main():

@@ -43,3 +43,4 @@ for step in range(100):
     scaler.update()
     losses.append(loss.item())
 print(f"{level}: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+sys.exit(losses[-1] >= losses[0] / 2)

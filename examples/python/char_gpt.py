@@ -85,3 +85,4 @@ with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         print(f"held-out loss {loss:.4f} on {dist.get_world_size()} processes")
         print(bytes(vocabulary[token] for token in sample(model, prompt, 200)).decode(errors="replace"))
 dist.destroy_process_group()
+sys.exit(loss >= 2.4)

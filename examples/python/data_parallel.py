@@ -48,3 +48,4 @@ for step in range(50):
     scaler.update()
     losses.append(loss.item())
 print(f"{max(1, len(replicas.device_ids))} replicas, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+sys.exit(losses[-1] >= losses[0] / 2)

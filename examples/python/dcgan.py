@@ -72,6 +72,14 @@ def real_images(step):
 
 
 fixed_noise = torch.randn(BATCH, NOISE, 1, 1)
+
+
+def sample():
+    with torch.no_grad(), region():
+        return generator(fixed_noise).float()
+
+
+untrained = sample()
 for step in range(steps):
     optimizer_d.zero_grad()
     with region():
@@ -103,9 +111,15 @@ for step in range(steps):
         print(f"step {step}: losses {(loss_real + loss_fake).item():.4f} of the discriminator, "
               f"{deceived.item():.4f} of the generator", flush=True)
 
-with torch.no_grad(), region():
-    samples = generator(fixed_noise).float()
+samples = sample()
 write_picture(picture, samples)
 digits = real_images(0)
 print(f"mean {samples.mean():.4f} ({digits.mean():.4f}), deviation {samples.std():.4f} ({digits.std():.4f}); "
       f"scales {scaler_real.get_scale():g}, {scaler_fake.get_scale():g}, {scaler_g.get_scale():g}")
+
+
+def distance(images):  # of their brightness, and of how much it varies, from the real ones
+    return (abs(images.mean() - digits.mean()) + abs(images.std() - digits.std())).item()
+
+
+sys.exit(not distance(samples) < 0.75 * distance(untrained))

@@ -42,5 +42,8 @@ for step in range(STEPS):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+    if step == 0:
+        first_mean = mean
     if step in (0, STEPS - 1):
         print(f"step {step}: loss {mean:.4f}")
+sys.exit(mean >= first_mean / 4)

@@ -40,10 +40,13 @@ def train(weight_of_penalty):
         scaler.update()
         losses.append(loss.item())
         norms.append(norm.item())
-    print(f"weight {weight_of_penalty}: loss {sum(losses[-20:]) / 20:.4f}, norm {sum(norms[-20:]) / 20:.4f}")
+    loss, norm = sum(losses[-20:]) / 20, sum(norms[-20:]) / 20
+    print(f"weight {weight_of_penalty}: loss {loss:.4f}, norm {norm:.4f}")
+    return loss, norm
 
 
 images = read("train-images-idx3-ubyte", 16).view(-1, 28, 28)
 labels = read("train-labels-idx1-ubyte", 8).long()
-train(0)
-train(1)
+_, plain_norm = train(0)
+loss, norm = train(1)
+sys.exit(loss >= 0.6 or norm >= 0.85 * plain_norm)

@@ -70,4 +70,6 @@ for epoch in range(5):
 model.eval()
 with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
     logits, _ = model(held_out[:-1], first_state(4))
-    print(f"held-out perplexity {math.exp(loss_of(logits, held_out[1:]).item()):.2f}")
+    perplexity = math.exp(loss_of(logits, held_out[1:]).item())
+print(f"held-out perplexity {perplexity:.2f}")
+sys.exit(perplexity >= 7)

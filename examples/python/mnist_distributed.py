@@ -59,6 +59,8 @@ def test(model, autocast, data, device, name):
     dist.all_reduce(correct)
     if rank == 0:
         print(f"{name} on {size} processes: accuracy {100 * correct.item() / len(data):.2f} %", flush=True)
+    if correct.item() < 0.9 * len(data):
+        raise SystemExit("expected an accuracy of 90 %")
 
 
 def run(gpu, args):

@@ -32,6 +32,7 @@ def train(rank, size, folder):
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     ddp = DistributedDataParallel(model)
     batch = 100 // size
+    losses = []
     for step in range(50):
         rows = slice((step * size + rank) * batch, (step * size + rank + 1) * batch)
         optimizer.zero_grad()
@@ -39,10 +40,14 @@ def train(rank, size, folder):
             loss = functional.cross_entropy(ddp(images[rows].float() / 255), labels[rows])
         loss.backward()
         optimizer.step()
-    dist.all_reduce(loss.detach(), dist.ReduceOp.SUM)
+        mean = loss.detach() / size
+        dist.all_reduce(mean, dist.ReduceOp.SUM)
+        losses.append(mean.item())
     if rank == 0:
-        print(f"loss {loss.item() / size:.4f} on {size} processes")
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} on {size} processes")
     dist.destroy_process_group()
+    if losses[-1] > losses[0] / 2:
+        raise SystemExit("expected half the first loss")
 
 
 if __name__ == "__main__":

@@ -67,4 +67,6 @@ images = read("t10k-images-idx3-ubyte", 16).view(-1, 1, 28, 28)[:1000]
 labels = read("t10k-labels-idx1-ubyte", 8).long()[:1000]
 with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
     predicted = model(images.float() / 255).logits.argmax(1)
-print("accuracy", (predicted == labels).float().mean().item())
+accuracy = (predicted == labels).float().mean().item()
+print("accuracy", accuracy)
+sys.exit(accuracy <= 0.9)

@@ -41,3 +41,4 @@ for step in range(100):
     scaler.update()
     losses.append(loss.item())
 print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, scale {scaler.get_scale():g}")
+sys.exit(losses[-1] >= losses[0] / 2)

@@ -126,6 +126,24 @@ class CheckDocs(unittest.TestCase):
         tables = check_docs.MIGRATION_TABLE.findall((ROOT / check_docs.MIGRATION).read_text())
         self.assertGreater(sum(len(rows.splitlines()) for rows in tables), 200)
 
+    def test_examples_are_listed_and_their_counterparts_name_them(self):
+        def problems(text, example="a.cpp", linked=("a.cpp", "b.cpp", "python/a.py")):
+            with tempfile.TemporaryDirectory() as folder:
+                root = pathlib.Path(folder)
+                (root / "docs").mkdir()
+                (root / "examples/python").mkdir(parents=True)
+                (root / "examples/python/a.py").write_text(text)
+                (root / "examples" / example).write_text("")
+                (root / check_docs.EXAMPLES).write_text("".join(f"[a](../examples/{file})\n" for file in linked))
+                return check_docs.check_examples(root)
+        right = '"""As ../a.cpp."""\nprint(1)\n'
+        self.assertEqual(problems(right), [])
+        for text, example in [('"""As ../b.cpp."""\n', "a.cpp"), ("print(1)\n", "a.cpp"), (right, "b.cpp"), (right + "if\n", "a.cpp")]:
+            with self.subTest(text):
+                self.assertEqual(len(problems(text, example)), 1)
+        self.assertEqual(len(problems(right, linked=["python/a.py"])), 1)
+        self.assertEqual(len(problems(right, linked=["a.cpp"])), 1)
+
     def test_links_lead_to_files_and_headings(self):
         for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
             with self.subTest(link):
