@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/events.h"
 #include "src/amp/cudnn_scope.h"
+#include "src/core/unreduced.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/late_flags.h"
 #include "src/scaling/masters.h"
@@ -133,6 +134,16 @@ struct MixedPrecision::Impl {
     at::Tensor place = {};     // the gradient as the program has it too
   };
 
+  // A gradient that is to be reduced with those of the next pass.
+  struct OwnGradient {
+    OwnGradient(UnreducedMark mark_, const at::Tensor& grad_)
+        : mark(std::move(mark_)), passes_done(mark->passes_done), grad(grad_.getIntrusivePtr()) {}
+
+    UnreducedMark mark;
+    std::uint64_t passes_done;  // of the mark
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> grad;
+  };
+
   // A tensor of a model that initialize cast to 16 bits.
   struct LowTensor {
     std::string name;
@@ -178,6 +189,9 @@ struct MixedPrecision::Impl {
   // Gradients from before a scaled backward, which are not scaled. They are kept apart from the
   // model's until these are unscaled.
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
+  // The gradients that a loss has left as this rank's own (core/unreduced.h), by parameter: what the
+  // program puts in their place has no mark.
+  std::unordered_map<const c10::TensorImpl*, OwnGradient> own_gradients;
   // While a step is captured, replaces the scaler's number.
   std::optional<ScaleOnDevice> scale_on_device;
   // For a CapturedStep: a loss changes nothing in optimizers that were not named for it.

@@ -30,7 +30,10 @@ bool is_shared(const at::Tensor& grad) {
 
 // Keeps a gradient while backward runs, which may write to the memory of other tensors.
 at::Tensor kept(const at::Tensor& grad) {
-  return shares_memory(grad) ? grad.clone() : grad;
+  if (!shares_memory(grad)) return grad;
+  at::Tensor copy = grad.clone();
+  mark_unreduced(copy, unreduced_mark(grad));
+  return copy;
 }
 
 // A gradient times a scale, as backward would have left it in the parameter, with its mark.
@@ -186,6 +189,17 @@ void ScaledLoss::Work::begin(OptimizerRecord& record) {
     });
     if (any_shared) mixed->warn_of_kept_gradients(record);
   }
+  if (!mixed->own_gradients.empty()) {
+    record.for_each_without_master([this](const at::Tensor& leaf) {
+      UnreducedMarks::mark_successor(*mixed, leaf, leaf.grad());
+    });
+    if (record.masters.has_value()) {
+      record.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
+        const at::Tensor& grad = parameter.grad();
+        UnreducedMarks::mark_successor(*mixed, parameter, grad.defined() ? grad : master.grad());
+      });
+    }
+  }
   if (const UnreducedMarks marks(record); !marks.empty()) {
     // This rank's own gradients must be reduced together with the new ones.
     Impl::take_unscaled_gradients(record);
@@ -247,6 +261,7 @@ void ScaledLoss::Work::begin(Other& other) {
 void ScaledLoss::Work::begin_free() {
   for (const at::Tensor& parameter : mixed->free_parameters) {
     at::Tensor& grad = parameter.mutable_grad();
+    UnreducedMarks::mark_successor(*mixed, parameter, grad);
     SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
     if (before.also_inside) {
       grad = scaled_again(parameter, grad, inverse);
@@ -300,6 +315,7 @@ void ScaledLoss::Work::finish() {
     mixed->unscale(optimizers, sharing, loss_id, inverse, inverse_on_device, /*named=*/true);
     for (OptimizerRecord* record : all) {
       return_to_places(*record);
+      UnreducedMarks(*record).remember(*mixed);
       erase_set_aside(*record);
       record->scaled.reset();
     }
@@ -340,6 +356,7 @@ void ScaledLoss::Work::finish(Other& other) {
   if (any || mixed->found_inf_hook) {
     mixed->unscale({}, other.all, loss_id, inverse, {}, /*named=*/false);
     for (OptimizerRecord* record : other.all) {
+      UnreducedMarks(*record).remember(*mixed);
       erase_set_aside(*record);
       record->scaled.reset();
     }
@@ -365,7 +382,10 @@ void ScaledLoss::Work::finish_free() {
   }
   std::vector<at::Tensor> ignored;  // no step to skip
   pass.run(ignored);
-  for (const auto& [parameter, mark] : unreduced) mark_unreduced(parameter.grad(), mark);
+  for (const auto& [parameter, mark] : unreduced) {
+    mark_unreduced(parameter.grad(), mark);
+    UnreducedMarks::remember(*mixed, parameter, parameter.grad());
+  }
   free.clear();
 }
 
@@ -379,6 +399,7 @@ void ScaledLoss::Work::restore(const std::vector<OptimizerRecord*>& all) noexcep
       const at::Tensor& holder =
           found->second.master.defined() ? found->second.master : found->second.parameter;
       holder.mutable_grad() = found->second.grad;
+      UnreducedMarks::remember(*mixed, parameter, found->second.grad);
     });
   }
   for (OptimizerRecord* record : all) {
@@ -406,7 +427,10 @@ void ScaledLoss::Work::put_back() noexcept {
       if (record->scaled.has_value()) record->scaled->open = other.was_open;
     }
   }
-  for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
+  for (const SetAside& before : free) {
+    before.parameter.mutable_grad() = before.grad;
+    UnreducedMarks::remember(*mixed, before.parameter, before.grad);
+  }
   mixed->show_gradients();
 }
 

@@ -16,24 +16,52 @@ class UnreducedMarks {
     if (record.masters.has_value()) {
       record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
         auto mark = unreduced_mark(parameter.grad());
-        add(master, mark != nullptr ? std::move(mark) : unreduced_mark(master.grad()));
+        add(parameter, master, mark != nullptr ? std::move(mark) : unreduced_mark(master.grad()));
       });
     }
     record.for_each_without_master(
-        [&](const at::Tensor& leaf) { add(leaf, unreduced_mark(leaf.grad())); });
+        [&](const at::Tensor& leaf) { add(leaf, leaf, unreduced_mark(leaf.grad())); });
   }
-  bool empty() const { return holders_.empty(); }
+  bool empty() const { return own_.empty(); }
   void restore() const {
-    for (const auto& [holder, mark] : holders_) mark_unreduced(holder.grad(), mark);
+    for (const Own& own : own_) mark_unreduced(own.holder.grad(), own.mark);
+  }
+  // For what the program puts in their place.
+  void remember(MixedPrecision::Impl& mixed) const {
+    for (const Own& own : own_) remember(mixed, own.parameter, own.holder.grad());
+  }
+
+  static void remember(MixedPrecision::Impl& mixed, const at::Tensor& parameter,
+                       const at::Tensor& grad) {
+    UnreducedMark mark = unreduced_mark(grad);
+    if (mark == nullptr) return;
+    mixed.own_gradients.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                                         MixedPrecision::Impl::OwnGradient(std::move(mark), grad));
+  }
+  // Marks a gradient that has replaced a remembered one. A tensor that has lost its mark was reduced.
+  static void mark_successor(MixedPrecision::Impl& mixed, const at::Tensor& parameter,
+                             const at::Tensor& grad) {
+    const auto found = mixed.own_gradients.find(parameter.unsafeGetTensorImpl());
+    if (found == mixed.own_gradients.end()) return;
+    const auto& own = found->second;
+    if (grad.defined() && own.mark->passes_done == own.passes_done &&
+        own.grad._unsafe_get_target() != grad.unsafeGetTensorImpl())
+      mark_unreduced(grad, own.mark);
+    mixed.own_gradients.erase(found);
   }
 
  private:
-  void add(const at::Tensor& holder, UnreducedMark mark) {
-    if (mark != nullptr) holders_.emplace_back(holder, std::move(mark));
+  struct Own {
+    at::Tensor parameter;
+    at::Tensor holder;  // of the gradient once it is unscaled
+    UnreducedMark mark;
+  };
+
+  void add(const at::Tensor& parameter, const at::Tensor& holder, UnreducedMark mark) {
+    if (mark != nullptr) own_.push_back({parameter, holder, std::move(mark)});
   }
 
-  // The tensors that hold them once they are unscaled.
-  std::vector<std::pair<at::Tensor, UnreducedMark>> holders_;
+  std::vector<Own> own_;
 };
 
 }  // namespace semitone::amp

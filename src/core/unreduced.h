@@ -2,14 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 
 namespace semitone {
 
-// Whether the next backward pass leaves gradients unreduced too. What communicates gradients keeps it
-// up to date.
+// What communicates gradients keeps it up to date.
 struct NextPass {
-  bool is_local = false;
+  bool is_local = false;          // the next backward pass leaves gradients unreduced too
+  std::uint64_t passes_done = 0;  // backward passes that have reduced gradients
 };
 using UnreducedMark = std::shared_ptr<const NextPass>;
 

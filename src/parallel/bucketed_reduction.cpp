@@ -8,6 +8,7 @@
 #include "src/parallel/same_model.h"
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/types.h>
 
@@ -136,6 +137,12 @@ std::vector<std::size_t> indices_without_gradient(std::string_view message) {
   }
 }
 
+// Whether the backward pass under way is that of torch::autograd::grad, which changes no gradient.
+bool computes_only_some() {
+  const auto* const part = torch::autograd::get_current_graph_task_exec_info();
+  return part != nullptr && !part->empty();
+}
+
 class BucketedReduction final : public Reduction {
  public:
   BucketedReduction(const ModelTensors& model, comm::Group group,
@@ -228,6 +235,7 @@ class BucketedReduction final : public Reduction {
     } catch (const c10::Error&) {
       return false;
     }
+    if (searches()) reducer_->take_back_empty_gradients();
     if (options_.gradient_as_bucket_view()) forget_views();
     return true;
   }
@@ -243,7 +251,17 @@ class BucketedReduction final : public Reduction {
   // The whole backward pass ends with the pass that reaches the outputs: with activation
   // checkpointing, the first gradients may come from a pass inside it.
   void on_outputs_gradient() override {
+    if (searches() && !computes_only_some()) reducer_->prepare_unused();
     if (learns()) learn_at_end();
+  }
+
+  // Reducer has counted the parameter as ready already, perhaps in a bucket that was sent.
+  void require_found(std::size_t index) override {
+    if (computes_only_some() || !reducer_->is_unused(index)) return;
+    throw Error(kDdp, "a loss of ddp.forward()'s results alone, with find_unused_parameters(true)",
+                fmt::format("a gradient for '{}', which takes no part in them, on rank {}",
+                            model_.parameters[index].name, group_.rank()),
+                "return what the loss needs from forward; or use delay_allreduce(true)");
   }
 
   void on_gradient(std::size_t index) override {
@@ -296,6 +314,7 @@ class BucketedReduction final : public Reduction {
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
       waits_for_end_ = false;
       if (!learns() || !has_gradients_) return;
+      require_sparse_gradients();
       first_step_->next = 0;
       for (const std::vector<std::size_t>& indices : reducer_->buckets()) {
         std::vector<at::Tensor>& bucket = first_step_->parameters.emplace_back();
@@ -309,6 +328,16 @@ class BucketedReduction final : public Reduction {
       has_gradients_ = false;
       reducer_->set_arrivals(last_arrivals());
     });
+  }
+
+  // Reducer has no sparse gradient for parameters that a static graph does not use.
+  void require_sparse_gradients() const {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!sparse_[i] || parameters_[i].grad().defined()) continue;
+      throw Error(kDdp, "a gradient for each parameter with sparse ones, with static_graph(true)",
+                  fmt::format("none for '{}' on rank {}", model_.parameters[i].name, group_.rank()),
+                  "use find_unused_parameters(true) in its place, or layers with sparse(false)");
+    }
   }
 
   // The parameters in the order of their last gradients in a static graph's first step, and behind

@@ -2,6 +2,10 @@
 
 #include "src/core/libtorch_release.h"
 
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cstdint>
 #include <mutex>
 #include <tuple>
 #include <utility>
@@ -38,9 +42,43 @@ void Reducer::note_used() {
   if (local_used_map_.defined()) used_before_ = local_used_map_.clone();
 }
 
+void Reducer::prepare_unused() {
+  const std::lock_guard lock(mutex_);
+  auto used = local_used_map_.accessor<int, 1>();
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (!params_[i].grad().defined()) used[static_cast<std::int64_t>(i)] = 0;
+  }
+  unused_.assign(params_.size(), false);
+  if (!expect_autograd_hooks_) return;
+  for (const std::size_t index : unused_parameters_) {
+    unused_[index] = true;
+    const at::Tensor& parameter = params_[index];
+    if (!expect_sparse_gradients_[index] || parameter.grad().defined()) continue;
+    // As an embedding's: rows of values. Ranks send each other the sizes of both parts.
+    parameter.mutable_grad() = at::_sparse_coo_tensor_with_dims(
+        /*sparse_dim=*/1, parameter.dim() - 1, parameter.sizes(),
+        parameter.options().layout(at::kSparse).requires_grad(false));
+    given_empty_.push_back(index);
+  }
+}
+
+void Reducer::take_back_empty_gradients() {
+  for (const std::size_t index : given_empty_) {
+    at::Tensor& gradient = params_[index].mutable_grad();
+    if (gradient.defined() && gradient.is_sparse() && gradient._nnz() == 0) gradient.reset();
+  }
+  given_empty_.clear();
+}
+
+bool Reducer::is_unused(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  return expect_autograd_hooks_ && !unused_.empty() && unused_[index];
+}
+
 bool Reducer::forget_gradients() {
   const std::lock_guard lock(mutex_);
   if (next_bucket_ > 0) return false;
+  take_back_empty_gradients();
   expect_autograd_hooks_ = false;
   require_finalize_ = false;
   // All gradients of one pass, or none.

@@ -34,6 +34,15 @@ class Reducer final : public c10d::Reducer {
   // prepare_for_backward.
   void note_used();
 
+  // Call when a backward pass reaches the results of forward, before its first gradient. Parameters
+  // that lost their gradients of earlier passes count as unused, unless this pass reaches them, and
+  // unused ones whose gradients are sparse get empty ones.
+  void prepare_unused();
+  // Call when the gradients are reduced: takes back those that are still empty.
+  void take_back_empty_gradients();
+  // Whether the search of prepare_for_backward has not found a parameter.
+  bool is_unused(std::size_t index);
+
   // Drops the gradients since prepare_for_backward. False if some have been sent.
   bool forget_gradients();
 
@@ -52,7 +61,9 @@ class Reducer final : public c10d::Reducer {
   void set_arrivals(const std::vector<std::size_t>& indices);
 
  private:
-  at::Tensor used_before_;  // local_used_map_ as note_used() found it
+  at::Tensor used_before_;                // local_used_map_ as note_used() found it
+  std::vector<std::size_t> given_empty_;  // parameters
+  std::vector<bool> unused_;              // as prepare_unused() found them
 };
 
 // c10d's division of tensors among buckets with these sizes in bytes: of the first, and of the

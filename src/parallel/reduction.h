@@ -47,6 +47,10 @@ class Reduction {
   virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
   // The first gradient of a backward pass arrives. Called in backward, before its on_gradient.
   virtual void begin_backward() {}
+  // A gradient for a parameter arrives. Error if the search for unused parameters has missed it.
+  // Called in backward.
+  // @param index  of ModelTensors::parameters
+  virtual void require_found(std::size_t /*index*/) {}
   // A parameter has its gradient. Called in backward.
   // @param index  of ModelTensors::parameters
   virtual void on_gradient(std::size_t /*index*/) {}

@@ -186,8 +186,10 @@ struct ReplicaSync::Impl {
   void forget_failed_backward();
   void begin_backward_again();
   void forget_gradients();
+  std::vector<at::Tensor> listen_to(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
   void at_end_of_backward();
+  void clear_marks();
   void end_local_with_this_pass();
   std::uint64_t weights_version() const;
   void check_own_forward();
@@ -214,7 +216,8 @@ struct ReplicaSync::Impl {
   int last_rank_with(bool condition) const;
   void find_buffers();
   void sync_buffers(bool has_input);
-  bool agree_to_reduce(bool reduces);
+  bool agree_to_reduce(bool reduces, bool leaves_gradients = false);
+  bool has_unreduced_gradients() const;
   void shadow_step();
   void take_final_model(bool was_last);
 
@@ -262,10 +265,10 @@ struct ReplicaSync::Impl {
   bool abandoned = false;         // and forwards in no_sync came after it
   std::mutex gradients_mutex;     // of the flags, while backward runs
 
-  std::vector<Hook> hooks;           // of each trained parameter
-  std::vector<Hook> outdated_hooks;  // on nodes that a graph may still have
-  std::vector<unsigned> follow_ups;  // the positions of follow() among the parameters' hooks
-  std::vector<Kind> as_constructed;  // each of the model's parameters
+  std::vector<Hook> hooks;             // of each trained parameter
+  std::vector<Hook> outdated_hooks;    // on nodes that a graph may still have
+  std::vector<unsigned> hooks_before;  // positions among each one's hooks, before it adds up
+  std::vector<Kind> as_constructed;    // each of the model's parameters
   std::vector<Kind> buffers_as_constructed;
   std::unordered_set<const c10::TensorImpl*> known;  // the model's parameters
   std::unique_ptr<Reduction> reduction;              // null for a single process
@@ -300,8 +303,8 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
 ReplicaSync::Impl::~Impl() {
   for (const auto* const all : {&hooks, &outdated_hooks})
     for (const Hook& hook : *all) hook.accumulator->del_post_hook(hook.key);
-  for (std::size_t index = 0; index < follow_ups.size(); ++index)
-    trained.parameters[index].tensor.remove_hook(follow_ups[index]);
+  for (std::size_t index = 0; index < hooks_before.size(); ++index)
+    trained.parameters[index].tensor.remove_hook(hooks_before[index]);
 }
 
 ReplicaSync::Impl::Hook ReplicaSync::Impl::hook_on(NodePtr accumulator, std::size_t index) {
@@ -320,8 +323,11 @@ void ReplicaSync::Impl::listen(std::size_t index) {
   hooks.push_back(hook_on(torch::autograd::impl::grad_accumulator(parameter), index));
   // Without a ddp.forward(), nothing restores the nodes of the graph.
   if (options.delay_allreduce())
-    follow_ups.push_back(
+    hooks_before.push_back(
         parameter.register_hook([this, index](const at::Tensor&) { follow(index); }));
+  else if (options.find_unused_parameters() && !options.static_graph())
+    hooks_before.push_back(parameter.register_hook(
+        [this, index](const at::Tensor&) { reduction->require_found(index); }));
 }
 
 // Called with a parameter's gradient, before its node in the graph adds it up. torch::load gives
@@ -394,6 +400,12 @@ void ReplicaSync::Impl::at_end_of_backward() {
   const bool finished = reduction->finished();
   if (!finished) return;
   set_mode(Mode::idle);
+  clear_marks();
+}
+
+// Gradients have been reduced.
+void ReplicaSync::Impl::clear_marks() {
+  ++next_pass->passes_done;
   if (!std::exchange(any_unreduced, false)) return;
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
@@ -598,8 +610,20 @@ void ReplicaSync::Impl::sync_buffers(bool has_input) {
 
 // In a joined loop: whether the ranks with input reduce gradients in this step. Error on every rank
 // if only some of them do: they would wait for the others, which are in no_sync().
-bool ReplicaSync::Impl::agree_to_reduce(bool reduces) {
-  const std::int64_t count = all_reduce(reduces ? 1 : 0, c10d::ReduceOp::SUM);
+// @param leaves_gradients  whether this rank is without input and still has gradients of no_sync()
+bool ReplicaSync::Impl::agree_to_reduce(bool reduces, bool leaves_gradients) {
+  constexpr std::int64_t kLeft = std::int64_t{1} << 32;  // above each number of ranks
+  const std::int64_t sum =
+      all_reduce((reduces ? 1 : 0) + (leaves_gradients ? kLeft : 0), c10d::ReduceOp::SUM);
+  const std::int64_t count = sum % kLeft;
+  if (count > 0 && sum >= kLeft) {
+    joining->ended = true;
+    throw Error("parallel.join", "no gradients of no_sync on ranks without input",
+                fmt::format("some on {} of {}, which no step would reduce", sum / kLeft,
+                            group.size() - joining->live),
+                "end each rank's loop after a step that reduces, or with zero_grad(), which leaves "
+                "them out");
+  }
   if (count > 0 && count < joining->live) {
     joining->ended = true;
     throw Error("parallel.join", "no_sync in the same steps on all ranks",
@@ -609,8 +633,18 @@ bool ReplicaSync::Impl::agree_to_reduce(bool reduces) {
   return count > 0;
 }
 
+bool ReplicaSync::Impl::has_unreduced_gradients() const {
+  const at::NoGradGuard no_grad;
+  return any_unreduced && std::ranges::any_of(trained.parameters, [](const auto& entry) {
+           const at::Tensor& grad = entry.tensor.grad();
+           return grad.defined() && grad.ne(0).any().template item<bool>();
+         });
+}
+
 void ReplicaSync::Impl::shadow_step() {
-  if (!agree_to_reduce(false)) return;
+  if (!agree_to_reduce(false, has_unreduced_gradients())) return;
+  // The others' step takes the place of what this rank has dropped.
+  clear_marks();
   reduction->before_forward();
   sync_buffers(false);
   if (!joining->options.follow()) return reduction->shadow(/*keep=*/false);
@@ -751,24 +785,30 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   impl_->forward_version = impl_->weights_version();  // forward may have changed them
   impl_->awaits_gradients = true;
   impl_->set_mode(Impl::Mode::reduced);
+  const std::vector<at::Tensor> results = impl_->listen_to(outputs);
+  // A search from a result that is a parameter itself would not find the parameter.
   std::vector<at::Tensor> defined;
-  std::copy_if(outputs.begin(), outputs.end(), std::back_inserter(defined),
-               [](const at::Tensor& output) { return output.defined(); });
+  std::copy_if(results.begin(), results.end(), std::back_inserter(defined),
+               [](const at::Tensor& result) { return result.defined(); });
   impl_->reduction->before_backward(defined);
-  if (outputs.empty()) return outputs;
+  return results;
+}
+
+// The results of forward, with a node that tells when the backward pass reaches them.
+std::vector<at::Tensor> ReplicaSync::Impl::listen_to(const std::vector<at::Tensor>& outputs) {
   std::vector<at::Tensor> results = outputs;
   torch::autograd::variable_list differentiable;
-  for (const at::Tensor& output : defined) {
-    if (output.requires_grad()) differentiable.push_back(output);
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) differentiable.push_back(output);
   }
   if (differentiable.empty()) return results;
   auto listener = c10::make_intrusive<Outputs::Listener>();
-  listener->on_gradient = [impl = impl_.get(), alive = std::weak_ptr(impl_->alive)] {
+  listener->on_gradient = [this, alive = std::weak_ptr(alive)] {
     if (alive.expired()) {
       throw Error(kDdp, "DistributedDataParallel to exist until the backward pass is done",
                   "one that was destroyed");
     }
-    impl->reduction->on_outputs_gradient();
+    reduction->on_outputs_gradient();
   };
   const auto copies = Outputs::apply(at::TensorList(differentiable), listener);
   auto next = copies.begin();

@@ -404,6 +404,100 @@ TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
   });
 }
 
+// Such a gradient has no mark of its own.
+TEST(MixedPrecision, AGradientThatReplacesOneOfNoSyncIsReducedToo) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {"O1", "O2"}) {
+      for (const bool of_master : {false, true}) {
+        SCOPED_TRACE(level);
+        std::vector<std::vector<at::Tensor>> gradients;
+        for (const bool parallel : {true, false}) {
+          Net model = seeded<Net>(1);
+          model->to(torch::kFloat);
+          const auto optimizer = sgd(model, false);
+          auto mixed = amp::initialize(
+              model, *optimizer,
+              amp::Options(level).dtype(torch::kHalf).loss_scale(64.0).verbosity(0));
+          DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+          const auto pass = [&](int row) {
+            const Batch batch = batch_of(1, 4).rows(row, row + 1);
+            const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                             batch.target.to(torch::kFloat));
+            mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer).backward();
+          };
+          for (int step = 0; step < 2; ++step) {  // two, for what is left of the first
+            mixed.zero_grad(*optimizer);
+            {
+              const auto local = ddp.no_sync();
+              for (const int row : {0, 2})
+                if (!parallel || row / 2 == rank.number()) pass(row);
+            }
+            const auto masters = mixed.master_params(*optimizer);
+            for (const at::Tensor& parameter : of_master ? masters : model->parameters())
+              parameter.mutable_grad() = parameter.grad() / 2;
+            for (const int row : {1, 3})
+              if (!parallel || row / 2 == rank.number()) pass(row);
+          }
+          std::vector<at::Tensor> result;
+          for (const at::Tensor& master : mixed.master_params(*optimizer))
+            result.push_back(master.grad());
+          if (parallel) expect_equal_on_all_ranks(group, result);
+          gradients.push_back(copies(result));
+        }
+        expect_near(gradients[0], gradients[1], 8 * dtype_limits(torch::kHalf).epsilon);
+      }
+    }
+  });
+}
+
+// A loss that the program drops returns the gradients as they were, with their mark.
+TEST(MixedPrecision, ADroppedLossLeavesGradientsOfNoSyncToTheNextPass) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool views : {false, true}) {
+      SCOPED_TRACE(views);
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      const auto optimizer = sgd(model, false);
+      auto mixed = amp::initialize(
+          model, *optimizer, amp::Options("O1").dtype(torch::kHalf).loss_scale(64.0).verbosity(0));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().gradient_as_bucket_view(views));
+      const auto loss = [&](int row) {
+        const Batch batch = batch_of(1, 4).rows(row, row + 1);
+        return sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                              batch.target.to(torch::kFloat));
+      };
+      const auto backward = [&](int row) { mixed.scale_loss(loss(row), *optimizer).backward(); };
+      const auto gradients = [&](bool drops, bool replaces) {
+        optimizer->zero_grad(/*set_to_none=*/false);
+        {
+          const auto local = ddp.no_sync();
+          backward(rank.number());
+        }
+        if (drops) {
+          auto dropped = mixed.scale_loss(loss(3), *optimizer);
+          dropped.value();
+        }
+        if (replaces) {
+          for (const at::Tensor& parameter : model->parameters())
+            parameter.mutable_grad() = parameter.grad() * 1;
+        }
+        backward(2 + rank.number());
+        return copies(gradients_of(model->parameters()));
+      };
+      backward(0);  // the gradients are in buckets
+      const auto want = gradients(false, false);
+      for (const bool replaces : {false, true}) {
+        const auto got = gradients(true, replaces);
+        expect_equal_on_all_ranks(group, got);
+        expect_near(got, want, 0);
+      }
+    }
+  });
+}
+
 TEST(MixedPrecision, AnOverflowInNoSyncSkipsTheStepOnAllRanks) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

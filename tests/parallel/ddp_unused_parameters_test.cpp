@@ -253,5 +253,156 @@ TEST(UnusedParameters, AreFoundWithUndefinedResults) {
   });
 }
 
+// Reducer notes them as used in passes of no_sync() too, whose gradients the program may drop.
+TEST(UnusedParameters, WhoseGradientsWereDroppedAreUnused) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool set_to_none : {true, false}) {
+      Heads model = seeded<Heads>(1);
+      Heads alone = seeded<Heads>(1);
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().find_unused_parameters(true));
+      const Batch batch = batch_of(1, 4);
+      {
+        const auto local = ddp.no_sync();
+        sum_of_squares(ddp.forward(batch.data, /*use_left=*/true), batch.target).backward();
+      }
+      for (int step = 0; step < 2; ++step) {
+        model->zero_grad(set_to_none);
+        alone->zero_grad(set_to_none);
+        const Batch rows = batch.rows(2 * rank.number(), 2 * rank.number() + 2);
+        (sum_of_squares(ddp.forward(rows.data, false), rows.target) * 2).backward();
+        sum_of_squares(alone->forward(batch.data, false), batch.target).backward();
+        EXPECT_EQ(model->left->bias.grad().defined(), !set_to_none);
+        expect_near(model->right->parameters(), alone->right->parameters());
+        expect_near({model->trunk->weight.grad(), model->right->bias.grad()},
+                    {alone->trunk->weight.grad(), alone->right->bias.grad()});
+      }
+    }
+  });
+}
+
+// A table with sparse gradients, which a step may leave out.
+struct TableImpl : torch::nn::Module {
+  TableImpl() {
+    table = register_module("table",
+                            torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 6).sparse(true)));
+    head = register_module("head", torch::nn::Linear(6, 3));
+    to(torch::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x, bool looks_up) {
+    if (!looks_up) return head->forward(x);
+    return head->forward(x + table->forward(torch::arange(x.size(0))));
+  }
+  torch::nn::Embedding table{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Table);
+
+TEST(UnusedParameters, MayHaveSparseGradients) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Table model = seeded<Table>(1);
+    Table alone = seeded<Table>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const auto looks_up = [](int step, int of_rank) {
+      return step == 2 || (step == 1 && of_rank == 1);
+    };
+    for (int step = 0; step < 4; ++step) {
+      SCOPED_TRACE(step);
+      model->zero_grad();
+      alone->zero_grad();
+      const Batch batch = batch_of(step, 4);
+      for (int each = 0; each < 2; ++each) {
+        const Batch rows = batch.rows(2 * each, 2 * each + 2);
+        if (each == rank.number())
+          sum_of_squares(ddp.forward(rows.data, looks_up(step, each)), rows.target).backward();
+        (sum_of_squares(alone->forward(rows.data, looks_up(step, each)), rows.target) / 2)
+            .backward();
+      }
+      const at::Tensor& got = model->table->weight.grad();
+      const at::Tensor& want = alone->table->weight.grad();
+      ASSERT_EQ(got.defined(), want.defined());
+      if (got.defined()) expect_near({got.to_dense()}, {want.to_dense()});
+      expect_near({model->head->weight.grad()}, {alone->head->weight.grad()});
+    }
+  });
+}
+
+TEST(StaticGraph, WithoutASparseGradientIsAnErrorOfTheFirstStep) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Table model = seeded<Table>(1);
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
+    const Batch batch = batch_of(1, 2);
+    const auto step = [&](bool looks_up) {
+      model->zero_grad();
+      sum_of_squares(ddp.forward(batch.data, looks_up), batch.target).backward();
+    };
+    expect_error([&] { step(false); },
+                 {"[parallel.ddp]", "static_graph(true)", "'table.weight'", "sparse(false)"});
+    step(true);  // nothing was sent
+  });
+}
+
+// A result that is a parameter, as the scale of a contrastive loss.
+struct ScaledImpl : torch::nn::Module {
+  ScaledImpl() {
+    layer = register_module("layer", torch::nn::Linear(6, 3));
+    scale = register_parameter("scale", torch::ones({1}));
+    to(torch::kDouble);
+  }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    return {layer->forward(x), scale};
+  }
+  torch::nn::Linear layer{nullptr};
+  at::Tensor scale;
+};
+TORCH_MODULE(Scaled);
+
+TEST(UnusedParameters, AreNotThoseThatAreResults) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Scaled model = seeded<Scaled>(1);
+    Scaled alone = seeded<Scaled>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const auto loss_of = [](const std::tuple<at::Tensor, at::Tensor>& results, const Batch& batch) {
+      return sum_of_squares(std::get<0>(results) * std::get<1>(results), batch.target);
+    };
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      alone->zero_grad();
+      const Batch batch = batch_of(step, 4);
+      const Batch rows = batch.rows(2 * rank.number(), 2 * rank.number() + 2);
+      (loss_of(ddp.forward(rows.data), rows) * 2).backward();
+      loss_of(alone->forward(batch.data), batch).backward();
+      expect_near({model->scale.grad(), model->layer->weight.grad()},
+                  {alone->scale.grad(), alone->layer->weight.grad()});
+    }
+  });
+}
+
+// c10d's own message would be about Python.
+TEST(UnusedParameters, InAPenaltyOfTheLossAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const Batch batch = batch_of(1, 2);
+    const auto penalty = [&] { return model->never->bias.square().sum(); };
+    at::Tensor loss = sum_of_squares(ddp.forward(batch.data, true), batch.target);
+    const auto by_hand = torch::autograd::grad({penalty()}, {model->never->bias});
+    EXPECT_TRUE(by_hand[0].defined());  // changes no gradient
+    loss.backward();
+    loss = sum_of_squares(ddp.forward(batch.data, true), batch.target) + penalty();
+    expect_error([&] { loss.backward(); },
+                 {"[parallel.ddp]", "find_unused_parameters(true)", "'never.bias'",
+                  "rank " + std::to_string(rank.number()), "delay_allreduce(true)"});
+  });
+}
+
 }  // namespace
 }  // namespace semitone::parallel::ddp_unused_parameters_test

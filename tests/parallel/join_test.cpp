@@ -16,6 +16,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -297,6 +298,37 @@ TEST(Join, NoSyncInDifferentStepsIsAnErrorOnAllRanks) {
     // All ranks are at the same place: the group is still usable.
     model->zero_grad();
     pass();
+    expect_equal_on_all_ranks(group, test::gradients_of(model->parameters()));
+  });
+}
+
+TEST(Join, GradientsOfNoSyncThatNoStepWouldReduceAreAnErrorOnAllRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const auto loop = [&](bool drops) {
+      // Two batches a step; rank 0 runs out between them.
+      for (int i = 0; i < (rank.number() == 0 ? 3 : 6); ++i) {
+        const Batch batch = batch_for(rank.number(), i);
+        std::optional<NoSync> local;
+        if (i % 2 == 0) {
+          model->zero_grad(/*set_to_none=*/false);
+          local.emplace(ddp.no_sync());
+        }
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      }
+      if (drops && rank.number() == 0) model->zero_grad(/*set_to_none=*/false);
+    };
+    expect_error([&] { ddp.join([&] { loop(false); }); },
+                 {"[parallel.join]", "no gradients of no_sync on ranks without input", "1 of 1",
+                  "end each rank's loop after a step that reduces, or with zero_grad()"});
+    model->zero_grad();
+    const auto follow = JoinOptions().follow([&](const auto& receive) {
+      model->zero_grad();
+      receive();
+    });
+    ddp.join([&] { loop(true); }, follow);
     expect_equal_on_all_ranks(group, test::gradients_of(model->parameters()));
   });
 }

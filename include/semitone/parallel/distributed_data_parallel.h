@@ -142,8 +142,9 @@ class [[nodiscard]] DistributedDataParallel : public detail::WrappedModel<Model>
   /// as SyncBatchNorm layers would. An exception of the loop propagates, and the rank leaves the
   /// group. Each forward must have one backward pass, and gradients must be cleared between steps
   /// (or accumulated in no_sync), since those that are left would be averaged again. All ranks that
-  /// have a batch must be in no_sync in the same steps: otherwise Error on every rank. Error with
-  /// static_graph, with sparse gradients, and for a second backward pass of a forward.
+  /// have a batch must be in no_sync in the same steps, and no rank may end its loop with gradients
+  /// of no_sync that the others' next step would not include: otherwise Error on every rank. Error
+  /// with static_graph, with sparse gradients, and for a second backward pass of a forward.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }

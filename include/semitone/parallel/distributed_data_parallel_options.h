@@ -27,11 +27,12 @@ class DistributedDataParallelOptions {
   /// Allows parameters without a gradient in some steps. Each step searches the graph from
   /// forward's results, and gradients of parameters that no rank used are not changed. This costs
   /// the search and a copy of the results. Error in forward if it returns no tensors (void, a class
-  /// without map_tensors). Default false.
+  /// without map_tensors), and in backward if the loss also has terms of parameters that take no
+  /// part in the results, such as a penalty. Default false.
   DistributedDataParallelOptions& find_unused_parameters(bool value);
   /// Promises that every step uses the same parameters, the same number of times. The first step
-  /// records them. Allows unused parameters without a search, and activation checkpointing. Default
-  /// false.
+  /// records them. Allows unused parameters without a search, and activation checkpointing. Error in
+  /// the first step if a parameter with sparse gradients is unused. Default false.
   DistributedDataParallelOptions& static_graph(bool value);
   /// Makes gradients views into the buckets, which saves their memory and a copy. If a gradient is
   /// replaced by another tensor, the next step copies that into the bucket. Default false.
