@@ -132,13 +132,16 @@ class RecomputeBackward final : public Node {
   }
 
   const std::vector<bool>& needs_gradient() const { return needs_gradient_; }
+  // Null if they are not to be preserved.
+  const RngStates* random() const { return random_.has_value() ? &*random_ : nullptr; }
 
   // The first run ends.
   // @param captured  tensors that the function used without changing them
+  // @param draws     whether it has drawn random numbers: it may have put the generators back
   void complete(CheckpointedCall::Run run, std::vector<Shape> outputs, edge_list to_inputs,
-                edge_list others, std::vector<SeenTensor> captured) {
+                edge_list others, std::vector<SeenTensor> captured, bool draws) {
     captured_ = std::move(captured);
-    if (random_.has_value() && !random_->note_end()) random_.reset();
+    if (random_.has_value() && !random_->note_end() && !draws) random_.reset();
     buffers_.note_end();
     run_ = std::move(run);
     outputs_ = std::move(outputs);
@@ -199,7 +202,7 @@ class RecomputeBackward final : public Node {
                   "call train() and eval() after backward()");
     }
     require_unchanged(leaves_, "parameters", "call backward() before the optimizer's step");
-    require_unchanged(buffers_.only_read(), "large buffers", "update them after backward()");
+    require_unchanged(buffers_.only_read(), "buffers", "update them after backward()");
     require_unchanged(
         captured_, "captured tensors",
         "write to a copy, or give CheckpointOptions::buffers those that the function updates");
@@ -342,6 +345,11 @@ bool is_captured(const at::Tensor& output, const edge_list& others) {
   return root.is_leaf() || std::ranges::find(others, edge_of(root)) != others.end();
 }
 
+// Of forward-mode derivatives.
+bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
 // Once: each layer of each step would say the same.
 void warn_of_second_change(const at::Tensor& tensor) {
   static std::atomic<bool> warned = false;
@@ -364,7 +372,7 @@ struct CheckpointedCall::Impl {
     Tensors known = originals;
     known.insert(known.end(), inputs.begin(), inputs.end());
     known.insert(known.end(), state.buffers.begin(), state.buffers.end());
-    captured.emplace(known);
+    captured.emplace(known, node->random());
   }
 
   Tensors originals;
@@ -376,8 +384,9 @@ struct CheckpointedCall::Impl {
   std::optional<CapturedTensors> captured;
 };
 
-bool CheckpointedCall::is_needed() {
-  return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+bool CheckpointedCall::is_needed(const Tensors& inputs) {
+  return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
+         std::ranges::none_of(inputs, has_tangent);
 }
 
 CheckpointedCall::CheckpointedCall(Tensors inputs, const State& state)
@@ -392,12 +401,18 @@ const Tensors& CheckpointedCall::inputs() const {
 Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
   std::vector<SeenTensor> captured = impl_->captured->unchanged();
   const std::optional<at::Tensor> changed = impl_->captured->changed();
+  const bool draws = impl_->captured->draws();
+  impl_->recording.exclude(impl_->captured->nodes_of_views());
   impl_->captured.reset();
   impl_->scope.reset();
   if (std::ranges::none_of(outputs, [](const at::Tensor& output) {
         return output.defined() && output.requires_grad();
       }))
     return outputs;
+  if (std::ranges::any_of(outputs, has_tangent)) {
+    throw Error(kCheckpoint, "forward-mode derivatives of inputs", "those of a captured tensor",
+                "give the function this tensor as an input");
+  }
   if (changed.has_value()) warn_of_second_change(*changed);
   edge_list to_inputs;
   for (const at::Tensor& input : impl_->originals) {
@@ -405,7 +420,7 @@ Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
   }
   const edge_list others = impl_->recording.edges_left_by(outputs, impl_->inputs);
   impl_->node->complete(std::move(run), shapes_of(outputs), std::move(to_inputs), others,
-                        std::move(captured));
+                        std::move(captured), draws);
   Tensors results;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];

@@ -4,6 +4,7 @@
 #include "semitone/nn/fused_cross_entropy.h"
 #include "src/autocast/disable_fp8.h"
 #include "src/nn/class_targets.h"
+#include "src/nn/plain.h"
 #include "src/nn/recorded_gradients.h"
 #include "src/recompute/chunked_softmax.h"
 #include "src/recompute/surroundings.h"
@@ -241,7 +242,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linea
   const at::Tensor rows = input.reshape({target.numel(), input.size(-1)});
   const at::Tensor classes = target.to(at::kLong).flatten();
   const at::Tensor& bias = options.linear_bias();
-  const bool in_chunks = rows.is_cpu() || rows.is_cuda();
+  const bool in_chunks =
+      (rows.is_cpu() || rows.is_cuda()) && are_plain(rows, linear_weight, bias, classes);
   const at::Tensor loss =
       in_chunks ? LinearCrossEntropyFunction::apply(
                       rows, linear_weight, bias.defined() ? std::optional(bias) : std::nullopt,

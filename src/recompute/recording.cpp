@@ -29,7 +29,12 @@ Edge edge_of(const at::Tensor& tensor) {
 bool Recording::has(const Node& node) const {
   // Nodes that accumulate gradients have the greatest number, whenever they were made.
   return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
-         node.sequence_nr() != std::numeric_limits<std::uint64_t>::max();
+         node.sequence_nr() != std::numeric_limits<std::uint64_t>::max() &&
+         !excluded_.contains(&node);
+}
+
+void Recording::exclude(const std::vector<NodePtr>& nodes) {
+  for (const NodePtr& node : nodes) excluded_.insert(node.get());
 }
 
 template <typename Visit, typename Leave>

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "src/core/autograd_node.h"
+
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
@@ -8,6 +10,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace semitone::nn {
@@ -21,6 +24,10 @@ class Recording {
   torch::autograd::edge_list edges_left_by(const std::vector<at::Tensor>& outputs,
                                            const std::vector<at::Tensor>& inputs) const;
 
+  // Takes nodes out of the part: those of views of captured tensors, which autograd makes anew when
+  // a view is used after its base has been written to.
+  void exclude(const std::vector<NodePtr>& nodes);
+
   // Directs edges of the part below these outputs to other nodes.
   using Redirections = std::unordered_map<torch::autograd::Edge, torch::autograd::Edge>;
   void redirect(const std::vector<at::Tensor>& outputs, const Redirections& to) const;
@@ -31,6 +38,7 @@ class Recording {
   template <typename Visit, typename Leave>
   void walk(const std::vector<at::Tensor>& outputs, const Visit& visit, const Leave& leave) const;
 
+  std::unordered_set<const torch::autograd::Node*> excluded_;
   std::uint64_t thread_ = at::RecordFunction::currentThreadId();
   std::uint64_t first_ = at::sequence_number::peek();
 };

@@ -3,7 +3,10 @@
 #include "src/core/capture_scope.h"
 
 #include <ATen/Context.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <functional>
@@ -103,6 +106,13 @@ bool RngStates::note_end() {
   return drawn;
 }
 
+std::size_t RngStates::hash() const {
+  std::size_t all = 0;
+  for (const auto& [generator, state] : states_)
+    all = c10::hash_combine(all, hash_of(state_of(generator)));
+  return all;
+}
+
 bool RngStates::are_at_end() const {
   for (std::size_t i = 0; i < states_.size(); ++i) {
     if (hash_of(state_of(states_[i].first)) != ends_[i]) return false;
@@ -126,6 +136,12 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) continue;
+    // Expanded: no operator can write to it, but perhaps to a tensor that has its memory too.
+    if (tensor.layout() == at::kStrided &&
+        at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+      if (!tensor.is_inference()) only_read_.emplace_back(tensor);
+      continue;
+    }
     const bool is_watched = tensor.numel() > kSmall && !tensor.is_inference();
     values_.push_back({tensor.unsafeGetTensorImpl(), tensor.variable_data(),
                        tensor.detach().clone(), tensor.unsafeGetTensorImpl()->version_counter(),
@@ -135,6 +151,7 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
 
 void BufferValues::note_end() {
   const bool is_captured = CaptureScope::is_active();
+  std::erase_if(only_read_, [](const SeenTensor& seen) { return seen.changed().has_value(); });
   std::erase_if(values_, [&](const Value& one) {
     // A graph cannot wait for the host.
     if (one.tensor.numel() <= kSmall || (is_captured && !one.tensor.is_cpu())) return false;
@@ -160,11 +177,13 @@ BufferValues::Scope*& innermost_scope() {
 
 BufferValues::Scope::Scope(const BufferValues& values) : enclosing_(innermost_scope()) {
   const at::NoGradGuard no_grad;
+  auto undo = c10::make_scope_exit([this] { put_back(); });
   for (const Value& one : values.values_) {
     before_.push_back({one.identity, one.tensor, one.tensor.clone(), one.counter,
                        version_in(one.counter), std::nullopt});
     one.tensor.copy_(one.value);
   }
+  undo.release();
   innermost_scope() = this;
 }
 
@@ -183,6 +202,10 @@ void BufferValues::Scope::note_inner_run(const c10::TensorImpl* identity, std::u
 
 BufferValues::Scope::~Scope() {
   innermost_scope() = enclosing_;
+  put_back();
+}
+
+void BufferValues::Scope::put_back() const {
   const at::NoGradGuard no_grad;
   // In reverse: of memory that is listed twice, the first entry has the value from before.
   for (auto one = before_.rbegin(); one != before_.rend(); ++one) {

@@ -77,6 +77,8 @@ class RngStates {
 
   // Ends the first run. Returns whether random numbers were drawn.
   bool note_end();
+  // Of the states that the generators are in.
+  std::size_t hash() const;
   // Whether the generators are in the states of the end of the first run.
   bool are_at_end() const;
 
@@ -130,6 +132,7 @@ class BufferValues {
     };
     // A run in the backward pass of another one, which it does not write for.
     void note_inner_run(const c10::TensorImpl* identity, std::uint32_t writes);
+    void put_back() const;
 
     std::vector<Earlier> before_;
     Scope* enclosing_;  // on this thread

@@ -15,7 +15,9 @@
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -663,6 +665,104 @@ TEST(Checkpoint, NumbersThatAnotherThreadDrawsAreAnError) {
   EXPECT_TRUE(run([](const at::Tensor& t) { return t * 2; }, {}));
   EXPECT_TRUE(torch::equal(torch::rand({2}), first));
   EXPECT_TRUE(torch::equal(torch::rand({2}), second));
+  calls = 0;
+  const auto evaluated = [](const at::Tensor& t) {
+    return torch::dropout(t, 0.5, /*train=*/false) * 2;
+  };
+  EXPECT_NO_THROW(run(evaluated, [&calls] {
+    if (calls++ == 1) torch::rand({3});  // in the second run
+  }));
+}
+
+// As to drop the same elements in several layers.
+TEST(Checkpoint, AFunctionMayPutTheGeneratorBack) {
+  for (const bool fused : {false, true}) {
+    const auto locked = [fused](const at::Tensor& t) {
+      at::Generator generator = at::detail::getDefaultCPUGenerator();
+      const at::Tensor state = generator.get_state();
+      at::Tensor result = fused ? fused_dropout(t, 0.5) : torch::dropout(t, 0.5, /*train=*/true);
+      generator.set_state(state);
+      return result;
+    };
+    const at::Tensor x = torch::ones({100}).requires_grad_();
+    const at::Tensor y = checkpoint(locked, x);
+    torch::rand({3});
+    y.sum().backward();
+    EXPECT_TRUE(torch::equal(x.grad() * x, y)) << fused;
+  }
+}
+
+struct ShiftedImpl : torch::nn::Module {
+  ShiftedImpl() {
+    layer = register_module("layer", torch::nn::Linear(8, 8));
+    shift = register_buffer("shift", torch::ones({1}).expand({8}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::tanh(layer(x) + shift); }
+  torch::nn::Linear layer{nullptr};
+  at::Tensor shift;
+};
+TORCH_MODULE(Shifted);
+
+TEST(Checkpoint, BuffersMayBeExpanded) {
+  torch::manual_seed(3);
+  Shifted block;
+  const auto gradient = [&](bool checkpointed) {
+    const at::Tensor x = torch::ones({2, 8}).requires_grad_();
+    (checkpointed ? checkpoint(block, x) : block(x)).sum().backward();
+    return x.grad();
+  };
+  test::expect_bitwise_equal(gradient(true), gradient(false));
+}
+
+// Their nodes are made anew, in the first run only.
+TEST(Checkpoint, CapturedViewsMayBeOlderThanTheirBases) {
+  const auto results = [](bool checkpointed) {
+    torch::manual_seed(3);
+    torch::nn::Linear head(torch::nn::LinearOptions(4, 4).bias(false));
+    const at::Tensor transposed = head->weight.t();
+    const auto call = [&](const auto& function, const at::Tensor& t) {
+      return checkpointed ? checkpoint(function, t) : function(t);
+    };
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = torch::ones({2, 4}).requires_grad_();
+      call([transposed](const at::Tensor& t) { return torch::tanh(t.mm(transposed)); }, x)
+          .sum()
+          .backward();
+      const torch::NoGradGuard no_grad;
+      head->weight.sub_(head->weight.grad());
+    }
+    const at::Tensor leaf = torch::ones({2, 8}).requires_grad_();
+    const at::Tensor hidden = leaf * 2;
+    const at::Tensor gate = hidden.narrow(1, 0, 4);
+    hidden.mul_(0.5);
+    const at::Tensor z = torch::ones({2, 4}).requires_grad_();
+    call([gate](const at::Tensor& t) { return torch::tanh(t * gate); }, z).sum().backward();
+    return std::vector<at::Tensor>{head->weight.detach(), leaf.grad(), z.grad()};
+  };
+  test::expect_bitwise_equal(results(true), results(false));
+}
+
+TEST(Checkpoint, HasForwardDerivativesOfInputs) {
+  torch::manual_seed(3);
+  torch::nn::Linear layer(8, 8);
+  auto block = [layer](const at::Tensor& t) mutable { return torch::tanh(layer->forward(t)); };
+  const at::Tensor x = torch::randn({2, 8});
+  const at::Tensor v = torch::randn({2, 8});
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  {
+    const at::Tensor dual = at::_make_dual(x, v, static_cast<std::int64_t>(level));
+    const auto tangent = [&](const at::Tensor& of) {
+      return std::get<1>(at::_unpack_dual(of, static_cast<std::int64_t>(level)));
+    };
+    const at::Tensor got = tangent(checkpoint(block, dual));
+    ASSERT_TRUE(got.defined());
+    test::expect_bitwise_equal(got.detach(), tangent(block(dual)).detach());
+    const at::Tensor y = x.clone().requires_grad_();
+    EXPECT_THAT(
+        test::error_of([&] { checkpoint([dual](const at::Tensor& t) { return t * dual; }, y); }),
+        HasSubstr("forward-mode derivatives of inputs, got those of a captured tensor"));
+  }
+  torch::autograd::ForwardADLevel::release_idx(level);
 }
 
 struct PowerIterationImpl : torch::nn::Module {
@@ -799,11 +899,11 @@ TEST(Checkpoint, ALargeBufferThatChangesIsAnError) {
   const auto nothing = [] {};
   test::expect_bitwise_equal(gradient(true, nothing), gradient(false, nothing));
   EXPECT_THAT(test::error_of([&] { gradient(true, enqueue); }),
-              HasSubstr("large buffers that are unchanged between the forward and the backward "
+              HasSubstr("expected buffers that are unchanged between the forward and the backward "
                         "pass, got one of shape [64, 2048]"));
   // Through data(), which no version counter sees.
   EXPECT_THAT(test::error_of([&] { gradient(true, [&] { module->queue.data().mul_(2); }); }),
-              HasSubstr("large buffers that are unchanged"));
+              HasSubstr("expected buffers that are unchanged"));
 }
 
 // Each run writes the value that is there: one call's second run must not stop the other call's.

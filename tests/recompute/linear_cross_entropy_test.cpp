@@ -13,6 +13,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -458,6 +461,41 @@ TEST(LinearCrossEntropy, CanBeRecomputedItself) {
         return checkpoint(loss_of, input, weight, bias, target);
       });
   expect_bitwise_equal(got, want);
+}
+
+TEST(LinearCrossEntropy, IsLibTorchsOperatorsInTracesAndForwardDerivatives) {
+  torch::manual_seed(3);
+  const at::Tensor weight = torch::randn({5, 8});
+  const at::Tensor target = torch::arange(4);
+  const auto loss_of = [&](const at::Tensor& input) {
+    return linear_cross_entropy(input, weight, target);
+  };
+  const auto plain = [&](const at::Tensor& input) {
+    return torch::cross_entropy_loss(torch::linear(input, weight), target);
+  };
+  const auto graph =
+      torch::jit::tracer::trace(
+          {torch::randn({4, 8})},
+          [&](const torch::jit::Stack& in) { return torch::jit::Stack{loss_of(in[0].toTensor())}; },
+          [](const torch::autograd::Variable&) { return ""; })
+          .first->graph;
+  EXPECT_EQ(graph->toString().find("aten::empty"), std::string::npos);
+  const double tolerance = test::reduction_tolerance(torch::kFloat, 8);
+  torch::jit::Stack stack{torch::randn({4, 8})};
+  const at::Tensor want = plain(stack[0].toTensor());
+  torch::jit::GraphExecutor(graph, "traced").run(stack);
+  test::expect_close(stack.at(0).toTensor(), want, tolerance);
+
+  const auto level = static_cast<std::int64_t>(torch::autograd::ForwardADLevel::get_next_idx());
+  {
+    const at::Tensor dual =
+        at::_make_dual(torch::randn({4, 8}).requires_grad_(), torch::randn({4, 8}), level);
+    const auto tangent = [&](const at::Tensor& of) {
+      return std::get<1>(at::_unpack_dual(of, level)).detach();
+    };
+    test::expect_close(tangent(loss_of(dual)), tangent(plain(dual)), tolerance);
+  }
+  torch::autograd::ForwardADLevel::release_idx(static_cast<std::uint64_t>(level));
 }
 
 TEST(LinearCrossEntropy, DoesNotDependOnThreads) {

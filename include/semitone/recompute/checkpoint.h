@@ -134,7 +134,8 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 ///   retain_graph and create_graph work too. With create_graph, later passes read buffers as they are
 ///   then: clone() those that change and that a derivative reads. On CUDA, a function that itself
 ///   calls torch::autograd::grad with create_graph is an Error in the backward pass.
-/// - Without gradients (torch::NoGradGuard, InferenceMode) it just calls the function.
+/// - Without gradients (torch::NoGradGuard, InferenceMode), and with forward-mode derivatives of an
+///   input, it just calls the function. Those of captured tensors are an Error.
 /// - The function must do the same in both runs, and must not change its inputs in place. The
 ///   backward pass throws Error if a parameter, captured tensor or large buffer that the function
 ///   uses was changed in place after the forward pass, if the module is in another mode (train or
@@ -155,12 +156,13 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 /// - The second run executes the whole function, also operators that no gradient needs.
 template <typename Function, typename... Inputs>
 auto checkpoint(CheckpointOptions options, Function function, const Inputs&... inputs) {
-  if (!detail::CheckpointedCall::is_needed()) return detail::call(function, inputs...);
+  std::vector<at::Tensor> input_tensors = detail::tensors_in(inputs...);
+  if (!detail::CheckpointedCall::is_needed(input_tensors)) return detail::call(function, inputs...);
   const auto module = detail::module_of(function);
   if (module != nullptr) {
     for (const at::Tensor& buffer : module->buffers()) options.buffers().push_back(buffer);
   }
-  detail::CheckpointedCall call(detail::tensors_in(inputs...),
+  detail::CheckpointedCall call(std::move(input_tensors),
                                 {options.preserve_rng_state(), options.buffers(), module});
   // A class may show map_tensors only its defined tensors: it shows as many of the stand-ins.
   const auto emptied = [stand_in = at::empty({0})](const at::Tensor& tensor) {

@@ -17,8 +17,9 @@ class CheckpointedCall {
   /// Runs the function with these tensors as its inputs.
   using Run = std::function<Tensors(const Tensors&)>;
 
-  /// Whether gradients are recorded.
-  static bool is_needed();
+  /// Whether gradients are recorded. Without, and with forward-mode derivatives of an input, which a
+  /// graph that is dropped would lose, the function is called as it is.
+  static bool is_needed(const Tensors& inputs);
 
   /// What the function reads or changes besides its inputs.
   struct State {
