@@ -9,12 +9,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
+#include <set>
 #include <span>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
-// The parameters of a step as kernels take them. Tied parameters that are different tensors with
-// the same memory are updated one after the other: a list is divided into launches, and all
+// The parameters of a step as kernels take them. Tied parameters, which are different tensors with
+// memory in common, are updated one after the other: a list is divided into launches, and all
 // parameters of a launch are updated at once.
 namespace semitone::kernels {
 
@@ -45,16 +47,31 @@ UpdateSpan part_of(const UpdateSpan& whole, std::size_t begin, std::size_t size)
 class WrittenMemory {
  public:
   bool holds(const UpdateSpan& span) const {
-    return memory_.count(span.param) > 0 || memory_.count(span.copy) > 0;
+    return holds(range_of(span.param, span.param_format, span.size)) ||
+           holds(range_of(span.copy, span.copy_format, span.size));
   }
   void add(const UpdateSpan& span) {
-    memory_.insert(span.param);
-    if (span.copy != nullptr) memory_.insert(span.copy);
+    ranges_.insert(range_of(span.param, span.param_format, span.size));
+    if (span.copy != nullptr) ranges_.insert(range_of(span.copy, span.copy_format, span.size));
   }
-  void clear() { memory_.clear(); }
+  void clear() { ranges_.clear(); }
 
  private:
-  std::unordered_set<const void*> memory_;
+  using Range = std::pair<const std::byte*, const std::byte*>;  // begin and end
+
+  static Range range_of(const void* memory, Format format, std::size_t size) {
+    const auto* const begin = static_cast<const std::byte*>(memory);
+    return {begin, begin == nullptr ? begin : begin + size * bytes_of(format)};
+  }
+  // The ranges have no element in common.
+  bool holds(const Range& range) const {
+    if (range.first == range.second) return false;
+    const auto next = ranges_.lower_bound(range);
+    return (next != ranges_.end() && next->first < range.second) ||
+           (next != ranges_.begin() && std::prev(next)->second > range.first);
+  }
+
+  std::set<Range> ranges_;
 };
 
 // Launches on the CPU, which divide the memory into parts for threads.

@@ -7,6 +7,7 @@
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
@@ -94,7 +95,14 @@ struct ExponentialMovingAverage::Impl {
     };
     add(parameters);
     if (weights.empty()) throw Error(kAverage, "a model with parameters", "none");
-    if (options.use_buffers()) add(buffers);
+    if (!options.use_buffers()) return;
+    // One that is expanded cannot be written to, neither by the training nor by apply().
+    Named written = buffers;
+    std::erase_if(written, [](const auto& one) {
+      return one.second.defined() && one.second.layout() == at::kStrided &&
+             at::has_internal_overlap(one.second) == at::MemOverlap::Yes;
+    });
+    add(written);
   }
 
   ExponentialMovingAverageOptions options;

@@ -48,6 +48,22 @@ std::vector<at::Tensor> averages_of(ExponentialMovingAverage& ema, const torch::
   return copies(model.parameters());
 }
 
+// Nothing can write to one.
+TEST(ExponentialMovingAverage, LeavesOutExpandedBuffers) {
+  torch::nn::Module model;
+  model.register_parameter("weight", torch::ones({2}));
+  const at::Tensor shift = model.register_buffer("shift", torch::ones({1}).expand({8}));
+  const at::Tensor mean = model.register_buffer("mean", torch::ones({2}));
+  ExponentialMovingAverage ema(model, ExponentialMovingAverageOptions(0.5).use_buffers(true));
+  for (const int value : {0, 8}) {
+    mean.fill_(value);
+    ema.update();
+  }
+  const auto averaged = ema.apply();
+  EXPECT_TRUE(torch::equal(shift, torch::ones({8})));
+  EXPECT_LT(mean[0].item<float>(), 8);
+}
+
 TEST(ExponentialMovingAverage, EqualsALoopOverTheParameters) {
   const ToyNet net = make_net();
   ExponentialMovingAverage ema(*net, 0.9);
