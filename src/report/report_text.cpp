@@ -59,6 +59,9 @@ std::string header(const RunData& run) {
                       counted(info.starts, "start"));
   if (info.world_size > 1) text += fmt::format("; rank {} of {}", info.rank, info.world_size);
   text = printable(text) + '\n';
+  if (run.samples_left_out > 0)
+    text += fmt::format("without {} of starts at another level or in another dtype\n",
+                        counted(run.samples_left_out, "sample"));
   if (!info.processor.empty())
     text += printable(fmt::format("{}, {}, semitone {}", info.processor,
                                   counted(info.threads, "thread"), info.semitone)) +
@@ -157,10 +160,11 @@ void append_gradients(std::string& text, const ReportedRun& reported) {
   if (rows.size() > kMostRows) text += fmt::format("  … {} more\n", rows.size() - kMostRows);
 }
 
-void append_operators(std::string& text, const Summary& summary) {
+void append_operators(std::string& text, const RunData& run, const Summary& summary) {
   if (summary.operators.empty()) return;
   constexpr auto kRow = "  {:<36} {:<9} {:<9} {:<9} {:>8} {:>9} {:>8}\n";
-  text += "\nslowest operators\n";
+  text += run.has_device_times() ? "\nslowest operators\n"
+                                 : "\nslowest operators, by the time of the host's calls\n";
   text += fmt::format(kRow, "operator", "pass", "dtype", "kernel", "calls", "ms", "share");
   for (std::size_t i = 0; i < std::min(summary.operators.size(), kMostRows); ++i) {
     const RunOperator& op = summary.operators[i];
@@ -240,7 +244,7 @@ std::string report_text(const ReportedRun& run, const ReportedRun* other) {
   if (other != nullptr) append_comparison(text, run, *other);
   append_skips(text, run.run);
   append_gradients(text, run);
-  append_operators(text, run.summary);
+  append_operators(text, run.run, run.summary);
   append_amounts(text, "mean step", kPhases, run.summary.phases, kMilli, "ms");
   append_amounts(text, "most memory of tensors", kMemoryParts, run.summary.memory, kMega, "MB");
   return text;

@@ -146,6 +146,15 @@ void find_steps(RunData& run) {
   for (const auto& [key, change] : run.scale_changes) run.see(key.first);
 }
 
+// What the last start says of the level and the dtype holds for samples of such starts only.
+void leave_out_others(RunData& run) {
+  run.samples_left_out =
+      static_cast<std::int64_t>(std::erase_if(run.samples, [&](const auto& sample) {
+        const std::string& settings = sample.second.settings;
+        return !settings.empty() && settings != run.settings;
+      }));
+}
+
 }  // namespace
 
 std::int64_t RunParameter::numel() const {
@@ -186,6 +195,7 @@ RunData read_run(const fs::path& directory) {
   const auto restarts = read_samples(directory / "samples.jsonl", run);
   read_metrics(directory / "metrics.csv", restarts, run);
   find_steps(run);
+  leave_out_others(run);
   run.info.opt_level = setting(run.info, "opt-level", "opt_level");
   run.info.dtype = dtype_of_settings(run.info);
   if (run.info.opt_level == "O0") run.info.dtype = "float32";

@@ -41,6 +41,7 @@ struct RunUpdate {
   std::int64_t changed = 0;     // elements
   std::int64_t lost_float16 = 0;
   std::int64_t lost_bfloat16 = 0;
+  bool has_master = false;
 };
 
 // An operator, with its calls in a step.
@@ -78,6 +79,7 @@ struct RunOptimizerGroup {
 struct RunSample {
   std::int64_t step = 0;
   bool is_first_of_start = false;
+  std::string settings;  // of its start: the level and the dtype, as text; empty: unknown
   std::optional<double> loss_scale;
   bool skipped = false;
   double seconds = 0;
@@ -143,12 +145,20 @@ struct RunData {
   std::multimap<std::int64_t, SkippedStep> skipped;                            // by step
   std::map<std::int64_t, RunSample> samples;                                   // by step
 
+  // Of the last start, as in RunSample. Samples of starts with others are left out.
+  std::string settings;
+  std::int64_t settings_since = 0;  // the step from which on they are in force
+  std::int64_t samples_left_out = 0;
+
   // The steps that have a value: the first and the last. None: first_step is empty.
   std::optional<std::int64_t> first_step;
   std::int64_t last_step = 0;
 
   // Whether a step was skipped for certain.
   bool was_skipped(std::int64_t step) const;
+  // Whether the times of operators are those of the device. On a GPU, the host's calls only queue the
+  // work, and these are what a recorder measures.
+  bool has_device_times() const { return info.device.empty() || info.device == "cpu"; }
   // The last scale of a loss.
   std::optional<double> last_scale(std::int64_t loss_id) const;
 

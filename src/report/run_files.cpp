@@ -51,17 +51,28 @@ AppendFile open_metrics(const std::filesystem::path& directory, bool append) {
   return file;
 }
 
+// Refuses files of others, before anything is removed.
 AppendFile open_lines(const std::filesystem::path& path) {
+  constexpr std::string_view kBegin = "{\"step\":";
   AppendFile file(path);
+  const std::string beginning = file.beginning(kBegin.size());
+  if (!kBegin.starts_with(beginning))
+    throw FileError(kRunLog, fmt::format("lines of a run, {}…, in '{}'", kBegin, path.string()),
+                    "another first line", "name another directory");
+  return file;
+}
+
+AppendFile open_texts(const std::filesystem::path& path) {
+  AppendFile file = open_lines(path);
   file.remove_incomplete_line();
   return file;
 }
 
-// Whether a start has left more than the description of its model.
+// Whether a start has left more than the description of its model. An incomplete line does not count.
 bool has_samples(const AppendFile& file) {
   constexpr std::size_t kMost = std::size_t{1} << 20;
   std::istringstream lines(file.beginning(kMost));
-  for (std::string line; std::getline(lines, line);)
+  for (std::string line; std::getline(lines, line) && !lines.eof();)
     if (line.find(R"("kind":"model")") == std::string::npos) return true;
   return static_cast<std::size_t>(file.size()) > kMost;
 }
@@ -70,6 +81,7 @@ bool has_samples(const AppendFile& file) {
 AppendFile open_samples(const std::filesystem::path& path, bool append) {
   AppendFile file = open_lines(path);
   if (!append && has_samples(file)) refuse(path);
+  file.remove_incomplete_line();
   return file;
 }
 
@@ -102,6 +114,16 @@ std::string markdown_of(const RunLogOptions::Config& config) {
   return config.empty() ? "" : table;
 }
 
+// The level and the dtype, by which the report judges samples. A later start may have others.
+RunLogOptions::Config settings_of(const RunLogOptions::Config& config) {
+  RunLogOptions::Config settings;
+  for (const auto& [key, value] : config) {
+    for (const std::string_view wanted : {"opt-level", "opt_level", "dtype", "amp_dtype"})
+      if (key == wanted) settings.insert(settings.end(), {key, value});
+  }
+  return settings;
+}
+
 }  // namespace
 
 bool has_values(const std::filesystem::path& directory) {
@@ -117,12 +139,13 @@ double wall_time() {
 RunFiles::RunFiles(const std::filesystem::path& directory, const RunLogOptions& options,
                    std::int64_t rank, std::int64_t world_size)
     : metrics_(open_metrics(directory, options.append())),
-      texts_(open_lines(directory / "texts.jsonl")),
+      texts_(open_texts(directory / "texts.jsonl")),
       samples_(open_samples(directory / "samples.jsonl", options.append())),
       continues_(metrics_.size() > kHeaderSize || samples_.size() > 0),
       events_(directory / events_file_name(wall_time())),
       json_(directory, options, rank, world_size),
-      config_(markdown_of(options.config())) {
+      config_(markdown_of(options.config())),
+      settings_(settings_of(options.config())) {
   if (metrics_.size() == 0) metrics_.add(kHeader);
   const Moment start{wall_time(), 0};
   events_.add(file_version_record(start.time));
@@ -153,6 +176,9 @@ void RunFiles::add_histogram(const Moment& when, std::string_view name, const Hi
 void RunFiles::add_sample(const Moment& when, std::string_view kind, const Json& fields) {
   Json line{{"step", when.step}, {"wall_time", when.time}, {"kind", kind}};
   line.update(fields);
+  if (kind == "model" && !settings_.empty()) {
+    for (const auto& [key, value] : settings_) line["settings"][key] = value;
+  }
   samples_.add(line.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n');
 }
 

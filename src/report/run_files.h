@@ -54,7 +54,8 @@ class RunFiles {
   bool continues_;
   AppendFile events_;
   RunJson json_;
-  std::string config_;  // in Markdown
+  std::string config_;              // in Markdown
+  RunLogOptions::Config settings_;  // those that decide what samples mean
 };
 
 }  // namespace semitone::report

@@ -76,11 +76,17 @@ RunTensor read_tensor(const RecordFields& line, const RunSample& sample) {
   return tensor;
 }
 
-RunUpdate read_update(const RecordFields& line) {
+RunUpdate read_update(const RecordFields& line, const RunSample& sample) {
   RunUpdate update{line.text("name"), line.number("ratio"), line.count("changed")};
   if (const auto lost = line.object("lost"); lost.has_value()) {
     update.lost_float16 = lost->count("Half");
     update.lost_bfloat16 = lost->count("BFloat16");
+  }
+  if (line.find("master") != nullptr) {
+    update.has_master = line.flag("master");
+  } else {  // as versions wrote it that had masters for all weights or for none
+    const auto masters = sample.memory.find("masters");
+    update.has_master = masters != sample.memory.end() && masters->second > 0;
   }
   return update;
 }
@@ -103,8 +109,9 @@ RunSample read_sample(const RecordFields& line, std::int64_t step) {
   line.for_each("tensors", [&](const RecordFields& tensor) {
     sample.tensors.push_back(read_tensor(tensor, sample));
   });
-  line.for_each("updates",
-                [&](const RecordFields& update) { sample.updates.push_back(read_update(update)); });
+  line.for_each("updates", [&](const RecordFields& update) {
+    sample.updates.push_back(read_update(update, sample));
+  });
   line.for_each("operators",
                 [&](const RecordFields& op) { sample.operators.push_back(read_operator(op)); });
   line.for_each("batch_norms", [&](const RecordFields& layer) {
@@ -173,15 +180,25 @@ struct ReadState {
   bool has_started = false;  // there was no sample since the last line `model`
 };
 
+void read_settings(const RecordFields& line, RunData& run) {
+  const RecordJson* const found = line.find("settings");
+  const std::string settings = found == nullptr ? std::string() : found->dump();
+  if (!run.settings.empty() && settings != run.settings)
+    run.settings_since = line.integer("step", 0, kLargestStep);
+  run.settings = settings;
+}
+
 void read_line(const RecordFields& line, RunData& run, ReadState& state) {
   const std::string kind = line.text("kind");
   const std::int64_t step = line.integer("step", 0, kLargestStep);
   if (kind == "sample") {
     RunSample sample = read_sample(line, step);
     sample.is_first_of_start = std::exchange(state.has_started, false);
+    sample.settings = run.settings;
     run.samples.insert_or_assign(step, std::move(sample));
   } else if (kind == "model") {
     read_model(line, run);
+    read_settings(line, run);
     state.has_started = true;
   } else if (kind == "skipped") {
     add_skipped(read_skipped(line, step), run);

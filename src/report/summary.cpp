@@ -37,14 +37,15 @@ void add_values(std::optional<ValueCounts>& sum, const ValueCounts& values) {
 }
 
 // The exponent of the scale of all gradients of a sample. With several scales, it is not recorded
-// which gradient had which.
+// which gradient had which. A sample has none if its training has no scale, which is recorded as a
+// scale of 1 that never changes.
 std::optional<int> common_scale(const RunData& run, const RunSample& sample) {
-  const auto& changes = run.scale_changes;
-  const bool is_common =
-      sample.loss_scale.has_value()
-          ? std::all_of(changes.begin(), changes.end(),
-                        [](const auto& change) { return change.second.loss_id == 0; })
-          : changes.empty();
+  const bool is_common = std::ranges::all_of(run.scale_changes, [&](const auto& change) {
+    const ScaleChange& scale = change.second;
+    const bool is_one = scale.after == 1 && scale.before.value_or(1) == 1;
+    return change.first.first < run.settings_since ||
+           (scale.loss_id == 0 && (sample.loss_scale.has_value() || is_one));
+  });
   return is_common ? std::optional(sample.scale_exponent()) : std::nullopt;
 }
 
@@ -90,6 +91,9 @@ class Sums {
     const bool is_updated = has_update(sample);
     for (const RunUpdate& update : sample.updates) {
       ParameterSummary& summary = add(update, sample);
+      if (update.has_master) continue;
+      ++summary.updates_alone;
+      summary.changed_alone += update.changed;
       const auto gradient = with_gradient.find(update.name);
       if (!is_updated || gradient == with_gradient.end()) continue;
       summary.with_gradient += gradient->second;

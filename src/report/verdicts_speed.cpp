@@ -119,6 +119,10 @@ std::string remedy_for_wide(const Summary& summary, const std::string& name) {
       name);
 }
 
+bool has_operator_times(const Evidence& evidence) {
+  return evidence.run.has_device_times() && evidence.summary.operator_seconds > 0;
+}
+
 double share_of_step(const Summary& summary, const char* phase) {
   const auto found = summary.phases.find(phase);
   if (found == summary.phases.end() || summary.step_seconds.value_or(0) <= 0) return 0;
@@ -129,7 +133,7 @@ double share_of_step(const Summary& summary, const char* phase) {
 
 std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
   const Summary& summary = evidence.summary;
-  if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
+  if (evidence.format == nullptr || !has_operator_times(evidence)) return std::nullopt;
   Ranked wide;
   const auto is_emulated = emulated_in(summary);
   const auto is_chosen = [&](const RunOperator& op) { return is_wide(op) && !is_emulated(op); };
@@ -166,6 +170,7 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_emulation(const Evidence& evidence) {
+  if (!has_operator_times(evidence)) return std::nullopt;
   const auto is_emulated = emulated_in(evidence.summary);
   const double share = share_of_operators(evidence.summary, is_emulated);
   if (share <= kEmulated) return std::nullopt;
@@ -196,7 +201,7 @@ std::optional<Verdict> judge_emulation(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_casts(const Evidence& evidence) {
-  if (evidence.format == nullptr) return std::nullopt;
+  if (evidence.format == nullptr || !has_operator_times(evidence)) return std::nullopt;
   const double share = share_of_operators(evidence.summary, is_cast);
   if (share <= kCasts) return std::nullopt;
   Ranked causes;
@@ -218,7 +223,7 @@ std::optional<Verdict> judge_casts(const Evidence& evidence) {
 
 std::optional<Verdict> judge_products(const Evidence& evidence) {
   const Summary& summary = evidence.summary;
-  if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
+  if (evidence.format == nullptr || !has_operator_times(evidence)) return std::nullopt;
   const double share = share_of_operators(summary, is_product);
   if (share >= kMostlyProducts) return std::nullopt;
   std::optional<Verdict> verdict = share_verdict(Severity::advice, "products", share);

@@ -36,8 +36,9 @@ struct LostUpdates {
 LostUpdates lost_updates(const Summary& summary) {
   LostUpdates found;
   for (const ParameterSummary& parameter : summary.parameters) {
-    if (!is_sixteen_bit(parameter) || parameter.updates == 0) continue;
-    const auto all = static_cast<double>(std::max(parameter.with_gradient, parameter.changed));
+    if (!is_sixteen_bit(parameter) || parameter.updates_alone == 0) continue;
+    const auto all =
+        static_cast<double>(std::max(parameter.with_gradient, parameter.changed_alone));
     const auto lost =
         static_cast<double>(std::max(std::int64_t{0}, parameter.with_gradient - parameter.moved));
     found.lost += lost;
@@ -58,11 +59,6 @@ double share_without_masters(const Evidence& evidence) {
     all += static_cast<double>(parameter.changed);
   }
   return lost_share(lost, all);
-}
-
-bool has_masters(const Summary& summary) {
-  const auto masters = summary.memory.find("masters");
-  return masters != summary.memory.end() && masters->second > 0;
 }
 
 // Outputs in the run's 16-bit format. Those of a layer in float32 may be as large as they like.
@@ -119,8 +115,7 @@ std::optional<Verdict> judge_updates(const Evidence& evidence) {
       std::any_of(parameters.begin(), parameters.end(),
                   [](const ParameterSummary& parameter) { return parameter.updates > 0; });
   if (!has_updates) return std::nullopt;
-  const LostUpdates updates =
-      has_masters(evidence.summary) ? LostUpdates() : lost_updates(evidence.summary);
+  const LostUpdates updates = lost_updates(evidence.summary);
   const double share = lost_share(updates.lost, updates.all);
   if (share > kLostUpdates) {
     std::optional<Verdict> verdict = share_verdict(Severity::problem, "lost_updates", share);
@@ -137,8 +132,15 @@ std::optional<Verdict> judge_updates(const Evidence& evidence) {
     return verdict;
   }
   // Steps that only accumulate gradients say nothing of 16-bit weights.
-  const bool is_unknown = updates.all == 0 && !has_masters(evidence.summary) &&
-                          std::any_of(parameters.begin(), parameters.end(), is_sixteen_bit);
+  const auto has_master = [](const ParameterSummary& parameter) {
+    return parameter.updates > parameter.updates_alone;
+  };
+  const bool any_master = std::ranges::any_of(parameters, has_master);
+  const bool is_unknown =
+      updates.all == 0 && std::ranges::any_of(parameters, [&](const ParameterSummary& parameter) {
+        const bool is_frozen = any_master && parameter.updates == 0;
+        return is_sixteen_bit(parameter) && !has_master(parameter) && !is_frozen;
+      });
   if (is_unknown) return std::nullopt;
   std::optional<Verdict> good = share_verdict(Severity::good, "lost_updates", share);
   if (updates.all > 0) {

@@ -114,6 +114,7 @@ nlohmann::ordered_json WeightTracker::updates() const {
          {"numel", change.numel},
          {"ratio", change.ratio},
          {"changed", change.changed},
+         {"master", weight.master_bytes > 0},
          {"lost", {{"Half", change.lost_in_half}, {"BFloat16", change.lost_in_bfloat16}}}});
   }
   return updates;

@@ -81,7 +81,7 @@ DataSet image_data(const zoo::ImageSet& train, const zoo::ImageSet& test) {
   const auto size = [](const zoo::ImageSet& set) { return set.images.sizes().slice(1); };
   if (size(train) != size(test)) {
     throw Error(kImageData, c10::str("test images of sizes ", size(train), ", as for training"),
-                c10::str(size(test)));
+                c10::str(size(test)), "scale both with --image-size N");
   }
   return {std::make_shared<ImageExamples>(train),
           std::make_shared<ImageExamples>(test),

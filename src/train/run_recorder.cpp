@@ -39,7 +39,7 @@ void RunRecorder::on(const StepBegins& begin) {
 void RunRecorder::on(const StepDone& step) {
   step_ = step.step;
   if (step_ % kSteps == 0) {
-    log_.add_scalar("train/loss", step.loss);
+    if (step_ != left_out_) log_.add_scalar("train/loss", step.loss);
     log_.add_scalar("train/lr", step.lr);
     log_.add_scalar(fmt::format("train/{}_per_second", kind_.items), step.items_per_second);
   }
@@ -52,6 +52,7 @@ void RunRecorder::on(const NonFiniteStep& step) {
 
 void RunRecorder::on(const LossSpike& spike) {
   log_.add_scalar("train/loss_spike", spike.loss, spike.step);
+  if (spike.action == OnSpike::skip) left_out_ = spike.step;
   next_.on(spike);
 }
 

@@ -48,7 +48,8 @@ class RunRecorder : public Observer {
   std::int64_t sample_every_;
   std::optional<report::Recorder> recorder_;
   DataKind kind_ = kImages;
-  std::int64_t step_ = 0;  // steps done
+  std::int64_t step_ = 0;      // steps done
+  std::int64_t left_out_ = 0;  // the last step whose batch was left out: its loss trains nothing
 };
 
 }  // namespace semitone::train

@@ -491,6 +491,20 @@ TEST_F(CliTest, TrainsOnAFolderOfImages) {
                  "[zoo.image_folder] expected PNG, JPEG, PPM and PGM images, got");
 }
 
+TEST_F(CliTest, FoldersOfOtherSizesNeedAnImageSize) {
+  for (const auto& [split, size] : {std::pair{"train", "8 8"}, std::pair{"test", "4 4"}}) {
+    for (const char* const name : {"a", "b"}) {
+      const auto folder = folder_ / split / name;
+      std::filesystem::create_directories(folder);
+      for (const char* const file : {"0.pgm", "1.pgm"})
+        write_text(folder / file, std::string("P5 ") + size + " 255\n" + std::string(64, '\1'));
+    }
+  }
+  expect_failure(run_semitone({"train", "--data", folder_.path().string()}), 1,
+                 "[train.images] expected test images of sizes [3, 8, 8], as for training, got [3, "
+                 "4, 4] — scale both with --image-size N");
+}
+
 TEST_F(CliTest, AnImageThatScalingWouldMakeTooLargeIsNamed) {
   for (const char* const folder : {"a", "b"}) std::filesystem::create_directories(folder_ / folder);
   const auto file = folder_ / "a/0.pgm";

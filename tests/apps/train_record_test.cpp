@@ -360,6 +360,27 @@ TEST_F(TrainRecord, SamplesTheModelForTheReport) {
   EXPECT_THAT(read_text(folder_ / "run" / "report.html"), HasSubstr("conv1.weight"));
 }
 
+// At O1 in bf16, the default, there is no loss scale.
+TEST_F(TrainRecord, TellsOfGradientsWithoutALossScale) {
+  for (const Words& flags : {Words{"--dtype", "bf16", "--opt-level", "O1"},
+                             Words{"--dtype", "bf16", "--opt-level", "O3"}}) {
+    SCOPED_TRACE(flags.back());
+    Words words = train({"--log-dir", run(), "--record-every", "8", "--lr", "0.001"});
+    words.insert(words.end(), flags.begin(), flags.end());
+    const ProcessResult trained = run_semitone(words);
+    ASSERT_TRUE(trained.status.success()) << trained.err;
+    const ProcessResult reported = run_semitone({"report", run(), "--json"});
+    ASSERT_TRUE(reported.status.success()) << reported.err;
+    const json report = json::parse(reported.out);
+    for (const json& parameter : report.at("parameters"))
+      EXPECT_FALSE(parameter.at("shares").is_null()) << parameter.at("name");
+    const auto& verdicts = report.at("verdicts");
+    EXPECT_TRUE(std::any_of(verdicts.begin(), verdicts.end(),
+                            [](const json& one) { return one.at("id") == "underflow"; }));
+    std::filesystem::remove_all(folder_ / "run");
+  }
+}
+
 TEST_F(TrainRecord, CanBeWithoutSamples) {
   ASSERT_TRUE(run_semitone(train({"--log-dir", run(), "--record-every", "0"})).status.success());
   EXPECT_THAT(read_text(folder_ / "run" / "samples.jsonl"), Not(HasSubstr("sample\"")));

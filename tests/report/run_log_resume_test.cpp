@@ -154,7 +154,7 @@ TEST(ResumedRun, RemovesALineThatIsNotComplete) {
   train(folder.path(), 1, 2);
   const std::string metrics = read_text(folder / "metrics.csv");
   write_text(folder / "metrics.csv", metrics + "3,1763");
-  write_text(folder / "texts.jsonl", "{\"step\": 1, \"te");
+  write_text(folder / "texts.jsonl", "{\"step\":1,\"te");
   train(folder.path(), 3, 3);
   EXPECT_THAT(metrics_in(folder.path()), ElementsAre("1,loss,0.5", "2,loss,0.5", "3,loss,0.5"));
   EXPECT_EQ(read_text(folder / "texts.jsonl"), "");
@@ -186,6 +186,24 @@ TEST(ResumedRun, IsRefusedForAnotherTable) {
     expect_error([&] { const RunLog log(folder.path()); },
                  {"step,wall_time,name,value", "another first line"});
     EXPECT_EQ(read_text(folder / "metrics.csv"), table);
+  }
+}
+
+// Names that data sets have, too.
+TEST(ResumedRun, IsRefusedForLinesOfOthers) {
+  const TemporaryFolder folder;
+  for (const char* const name : {"texts.jsonl", "samples.jsonl"}) {
+    for (const std::string text :
+         {"{\"text\":\"one\"}\n{\"text\":\"two\"}", "one", "{\"text\":1}\n"}) {
+      for (const bool append : {true, false}) {
+        write_text(folder / name, text);
+        expect_error([&] { const RunLog log(folder.path(), RunLogOptions().append(append)); },
+                     {"lines of a run", (folder / name).string(), "another first line",
+                      "another directory"});
+        EXPECT_EQ(read_text(folder / name), text);
+      }
+    }
+    std::filesystem::remove(folder / name);
   }
 }
 

@@ -76,6 +76,19 @@ TEST(GradientVerdicts, ClaimNoOverflowAtTheLargestScale) {
               AllOf(HasSubstr("bfloat16"), Not(HasSubstr("overflow"))));
 }
 
+// `semitone train` writes a scale of 1 at the end of each epoch of a training without any.
+TEST(GradientVerdicts, JudgeATrainingWithoutALossScale) {
+  Json without = sample(10, 1, {tensor("gradient", "w", "Float", -30, {10})});
+  without.erase("loss_scale");
+  MadeUpRun run;
+  run.add({without}).add_metric(20, "amp/loss_scale", "1");
+  EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::problem);
+  EXPECT_THAT(PrecisionReport(run.path()).to_text(), Not(HasSubstr("several loss scales")));
+  MadeUpRun scaled;  // with a scale, it is not known whether these gradients had it
+  scaled.add({without}).add_metric(20, "amp/loss_scale", "1024");
+  EXPECT_FALSE(has(scaled, "underflow"));
+}
+
 TEST(GradientVerdicts, DoNotJudgeGradientsOfWhichTheScaleIsUnknown) {
   const auto small = [](double loss_scale) {
     return sample(1, loss_scale, {tensor("gradient", "w", "Float", -30, {10})});

@@ -62,6 +62,63 @@ TEST(SpeedVerdicts, ProductsInFloat32DoTheWorkOfEmulatedOnes) {
   EXPECT_TRUE(has(native, "wide_operator"));
 }
 
+// The host's calls only queue the work.
+TEST(SpeedVerdicts, OperatorsOfAGpuAreNotJudgedByTheirTimes) {
+  const std::vector<Json> operators = {op("softmax", "Float", 0.5), op("_to_copy", "Float", 0.2),
+                                       op("conv2d", "Half", 0.1, "emulated"),
+                                       op("linear", "Half", 0.2, "emulated")};
+  for (const char* const device : {"cpu", "cuda:0"}) {
+    MadeUpRun run;
+    Json line = model({});
+    line["device"] = device;
+    run.add({line});
+    add_operators(run, operators);
+    const bool is_cpu = line["device"] == "cpu";
+    for (const char* const id : {"wide_operator", "casts", "products", "emulated"})
+      EXPECT_EQ(has(run, id), is_cpu) << id << " on " << device;
+    EXPECT_EQ(
+        PrecisionReport(run.path()).to_text().find("time of the host's calls") == std::string::npos,
+        is_cpu);
+  }
+}
+
+// As of a training in fp32 that was resumed at O1.
+TEST(SpeedVerdicts, LeaveOutStartsWithOtherSettings) {
+  for (const char* const dtype : {"fp32", "bf16"}) {
+    MadeUpRun run("bfloat16");
+    const auto line = [](const char* of) {
+      Json start = model({});
+      start["settings"] = {{"dtype", of}};
+      return start;
+    };
+    Json before = sample(1, 1, {});
+    before["operators"] = {op("softmax", "Float", 9)};
+    Json after = sample(5, 1, {});
+    after["operators"] = {op("conv2d", "BFloat16", 0.9), op("relu", "BFloat16", 0.1)};
+    run.add({line(dtype), before, restart(5, 2000), line("bf16"), after});
+    EXPECT_EQ(has(run, "wide_operator"), std::string(dtype) == "bf16");
+    EXPECT_EQ(PrecisionReport(run.path()).to_text().find("without 1 sample of starts at another") !=
+                  std::string::npos,
+              std::string(dtype) == "fp32");
+  }
+}
+
+TEST(SpeedVerdicts, ScalesOfStartsWithOtherSettingsDoNotCount) {
+  const auto line = [](std::int64_t step, const char* of) {
+    Json start = model({});
+    start["step"] = step;
+    start["settings"] = {{"dtype", of}};
+    return start;
+  };
+  Json without = sample(5, 1, {tensor("gradient", "w", "Float", -200, {10})});
+  without.erase("loss_scale");
+  MadeUpRun run("bfloat16");
+  run.add({line(1, "fp16"), scale(1, 65536, 32768),
+           sample(1, 32768, {tensor("gradient", "w", "Float", -8, {10})}), restart(5, 2000),
+           line(5, "bf16"), without});
+  EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::problem);
+}
+
 TEST(SpeedVerdicts, BilinearUpsamplingIsNoProduct) {
   const auto operators = [](const char* kernel) {
     return std::vector<Json>{op("conv2d", "BFloat16", 0.1, kernel),

@@ -137,6 +137,36 @@ TEST(Verdicts, MastersKeepUpdates) {
   EXPECT_THAT(verdict_of(run, "lost_updates").detail, HasSubstr("80 %"));
 }
 
+TEST(Verdicts, MastersKeepUpdatesBesideFrozenWeights) {
+  MadeUpRun run("bfloat16");
+  Json one = sample(1, 1, {tensor("gradient", "w", "BFloat16", -8, {100})});
+  one["updates"] = {{{"name", "w"}, {"numel", 100}, {"changed", 100}, {"master", true}}};
+  std::vector<Json> parameters;
+  for (const char* const name : {"w", "frozen.w"})
+    parameters.push_back({{"name", name}, {"dtype", "BFloat16"}, {"shape", {10, 10}}});
+  run.add({model(parameters), one});
+  EXPECT_EQ(verdict_of(run, "lost_updates").severity, Severity::good);
+}
+
+// Of another model, or of another start.
+TEST(Verdicts, MastersOfOthersKeepNoUpdates) {
+  MadeUpRun run("bfloat16");
+  Json one = sample(1, 1,
+                    {tensor("gradient", "w", "BFloat16", -8, {100}),
+                     tensor("gradient", "critic.w", "BFloat16", -8, {100})});
+  one["updates"] = {{{"name", "w"}, {"numel", 100}, {"changed", 60}, {"master", true}},
+                    {{"name", "critic.w"}, {"numel", 100}, {"changed", 30}, {"master", false}}};
+  one["memory"]["masters"] = 400;
+  std::vector<Json> parameters;
+  for (const char* const name : {"w", "critic.w"})
+    parameters.push_back({{"name", name}, {"dtype", "BFloat16"}, {"shape", {10, 10}}});
+  run.add({model(parameters), one});
+  const Verdict verdict = verdict_of(run, "lost_updates");
+  EXPECT_EQ(verdict.severity, Severity::problem);
+  EXPECT_THAT(verdict.where, ElementsAre("critic.w"));
+  EXPECT_NEAR(verdict.figure.value_or(0), 70, 1e-9);
+}
+
 TEST(Verdicts, WarnOfOutputsNearTheLargestNumber) {
   MadeUpRun near;
   near.add({sample(1, 1, {tensor("output", "fc", "Half", 15, {1})})});

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <sstream>
@@ -123,6 +124,27 @@ TEST(RunRecorder, RecordsSpikesAndRollbacks) {
   EXPECT_THAT(read_text(folder.path() / "texts.jsonl"), ::testing::HasSubstr("diverged"));
   EXPECT_EQ(next.spikes.size(), 1U);
   EXPECT_EQ(next.rollbacks.size(), 1U);
+}
+
+// The batch trains nothing: its loss is no loss of the training.
+TEST(RunRecorder, LeavesOutTheLossOfABatchThatWasLeftOut) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Recorder next;
+  RunRecorder recorder(log, next);
+  for (const std::int64_t step : {10, 20}) {
+    recorder.on(StepBegins{step});
+    if (step == 10)
+      recorder.on(LossSpike{
+          .step = 10, .loss = NAN, .mean_loss = 0.5, .action = OnSpike::skip, .loss_scale = 1});
+    recorder.on(done(step));
+  }
+  log.close();
+  const auto metrics = metrics_in(folder.path());
+  EXPECT_THAT(metrics, ::testing::Contains("10,train/loss_spike,nan"));
+  EXPECT_THAT(metrics,
+              ::testing::Not(::testing::Contains(::testing::StartsWith("10,train/loss,"))));
+  EXPECT_THAT(metrics, ::testing::Contains(::testing::StartsWith("20,train/loss,")));
 }
 
 TEST(RunRecorder, RecordsTheLearningRateOfEachStep) {

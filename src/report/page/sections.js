@@ -37,6 +37,7 @@ function sideBySide(runs, draw) {
 }
 
 function operatorsSection(runs) {
+  const isOnGpu = runs.some(({report}) => report.run.device && report.run.device !== "cpu");
   const all = runs.flatMap(({report, label}) => report.operators.map((operator) => ({...operator, run: label})));
   const most = runs.length > 1 ? 34 : 44;
   const longest = Math.max(...all.map((row) => row.share ?? 0), 0);
@@ -87,7 +88,7 @@ function operatorsSection(runs) {
   return section(
     "operators", "Operators",
     "Time of each operator, without the operators that it calls, over all samples, without the first of each start if " +
-      "there are others.",
+      "there are others." + (isOnGpu ? " On a GPU, it is the time of the host's calls, which only queue the work." : ""),
     el(
       "div", {class: "controls"}, filterBox("Filter operators", apply("name")),
       choice("Pass", options("pass"), "", apply("pass")), choice("dtype", options("dtype"), "", apply("dtype"))),
