@@ -33,7 +33,7 @@ help:  ## Show this list
 setup:  ## Install missing packages and LibTorch
 	@tools/setup.sh
 
-setup-tests:  ## Install small programs that some tests need: shells, groff and others (tools/setup.sh)
+setup-tests:  ## Install programs that some tests need: shells, compilers of other languages, a browser (tools/setup.sh)
 	@TEST_PROGRAMS=1 tools/setup.sh
 
 configure: setup  # ninja configures again by itself when a CMake file changes

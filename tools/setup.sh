@@ -52,8 +52,18 @@ needed=(
   "fish:command -v fish"
   "groff-base:command -v groff"
   "dpkg-dev:command -v dpkg-shlibdeps"
+  "file:command -v file"
   "iproute2:command -v ip"
+  "rustc:command -v rustc"
+  "mono-mcs:command -v mcs"
+  "default-jdk-headless:command -v javac"
+  "libjna-java:[ -e /usr/share/java/jna.jar ]"
+  "openmpi-bin:command -v mpirun"
 )
+# Ubuntu has no such package, but a snap.
+if [ "${TEST_PROGRAMS:-0}" != 0 ] && ! grep -qs '^ID=ubuntu' /etc/os-release; then
+  needed+=("chromium:command -v chromium || command -v chromium-browser || command -v google-chrome || command -v chrome")
+fi
 prefix=.deps/prefix/usr
 header() {
   local dir
@@ -76,7 +86,7 @@ require_version() {  # command package least remedy
   [ -z "$version" ] || [ "$(printf '%s\n' "$3" "$version" | sort -V | head -1)" = "$3" ] \
     || fail "expected $1 $3 or newer, got $version — $4"
 }
-require_version cmake cmake 3.25 "install a newer one, with 'python3 -m pip install cmake' for example"
+require_version cmake cmake 3.25 "install a newer one, with 'python3 -m pip install cmake' for example, or use the bundle (docs/using.md)"
 compiler="${CXX:-c++}"
 command -v "$compiler" >/dev/null || compiler=g++
 case "$("$compiler" --version 2>/dev/null | head -1)" in
@@ -85,7 +95,7 @@ case "$("$compiler" --version 2>/dev/null | head -1)" in
 esac
 # The one of Ubuntu 22.04 is older.
 header hwy/highway.h || require_version libhwy-dev libhwy-dev 1.0.3 \
-  "use a distribution that has it (Debian 12, Ubuntu 24.04), or install Highway from its sources"
+  "use a distribution that has it (Debian 12, Ubuntu 24.04), install Highway from its sources, or use the bundle (docs/using.md)"
 missing=()
 for entry in "${needed[@]}"; do
   eval "${entry#*:}" >/dev/null 2>&1 || missing+=("${entry%%:*}")
