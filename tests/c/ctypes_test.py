@@ -211,6 +211,24 @@ class PoliciesTest(unittest.TestCase):
             self.assertEqual(policy.get("find", ctypes.c_int32, "mm"), 0)
             self.assertEqual(policy.get("find", ctypes.c_int32, "add"), -1)
 
+    def test_the_cache_of_casts_can_be_emptied(self):
+        """A write through data is noticed by 32 of the 4096 elements only."""
+        weight = Tensor.of(bytes(4 * 64 * 64), FLOAT32, 64, 64).require_grad()
+        with no_grad():
+            row = op("aten::select.int", op("aten::data", weight), 0, 0)
+        missed = 0
+        with c.policy() as policy, c.region(policy):
+            def product():
+                return op("aten::mm", Tensor.floats([1] + [0] * 63, 1, 64), weight).values()
+            for place in range(64):
+                before = product()
+                with no_grad():
+                    op("aten::fill_.Scalar", op("aten::select.int", row, 0, place), 1.0)
+                missed += product() == before
+                c.call("semitone_clear_cast_cache")
+                self.assertEqual(product(), [1.0] * (place + 1) + [0.0] * (63 - place))
+        self.assertGreater(missed, 0)
+
     def test_a_policy_can_be_edited_while_a_region_uses_it(self):
         with c.policy() as policy:
             policy.set("mm", ctypes.c_int32(1))
