@@ -803,8 +803,8 @@ std::vector<at::Tensor> ReplicaSync::Impl::listen_to(const std::vector<at::Tenso
   }
   if (differentiable.empty()) return results;
   auto listener = c10::make_intrusive<Outputs::Listener>();
-  listener->on_gradient = [this, alive = std::weak_ptr(alive)] {
-    if (alive.expired()) {
+  listener->on_gradient = [this, still_alive = std::weak_ptr(alive)] {
+    if (still_alive.expired()) {
       throw Error(kDdp, "DistributedDataParallel to exist until the backward pass is done",
                   "one that was destroyed");
     }

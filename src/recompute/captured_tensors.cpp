@@ -140,7 +140,7 @@ void CapturedTensors::see_argument(const at::Tensor& tensor) {
   if (known_.contains(address) || tensor.is_inference() || !tensor.has_storage()) return;
   captured_.emplace(address, tensor);
   if (!c10::GradMode::is_enabled() || !tensor.requires_grad() || !tensor.is_view()) return;
-  const NodePtr node = tensor.grad_fn();
+  const NodePtr& node = tensor.grad_fn();
   if (node != nullptr && std::ranges::find(nodes_of_views_, node) == nodes_of_views_.end())
     nodes_of_views_.push_back(node);
 }
