@@ -4,8 +4,8 @@
 #include "semitone/core/error.h"
 #include "src/c/handles.h"
 #include "src/core/checksum.h"
+#include "src/core/expanded.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
@@ -64,9 +64,7 @@ std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::si
 
 void require_no_expanded_gradient(const at::Tensor& tensor, const char* function) {
   const at::Tensor& gradient = tensor.grad();
-  if (!gradient.defined() || gradient.layout() != at::kStrided ||
-      at::has_internal_overlap(gradient) != at::MemOverlap::Yes)
-    return;
+  if (!gradient.defined() || !is_expanded(gradient)) return;
   throw Error(function, "gradients with memory of their own for each element",
               "an expanded gradient", "replace it by a copy (clone) before");
 }

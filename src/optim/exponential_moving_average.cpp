@@ -4,10 +4,10 @@
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
+#include "src/core/expanded.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
@@ -98,10 +98,8 @@ struct ExponentialMovingAverage::Impl {
     if (!options.use_buffers()) return;
     // One that is expanded cannot be written to, neither by the training nor by apply().
     Named written = buffers;
-    std::erase_if(written, [](const auto& one) {
-      return one.second.defined() && one.second.layout() == at::kStrided &&
-             at::has_internal_overlap(one.second) == at::MemOverlap::Yes;
-    });
+    std::erase_if(written,
+                  [](const auto& one) { return one.second.defined() && is_expanded(one.second); });
     add(written);
   }
 

@@ -4,7 +4,6 @@
 
 #include <torch/types.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <tuple>
@@ -70,7 +69,7 @@ void Reducer::take_back_empty_gradients() {
   given_empty_.clear();
 }
 
-bool Reducer::is_unused(std::size_t index) {
+bool Reducer::is_unused(std::size_t index) const {
   const std::lock_guard lock(mutex_);
   return expect_autograd_hooks_ && !unused_.empty() && unused_[index];
 }

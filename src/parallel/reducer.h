@@ -41,7 +41,7 @@ class Reducer final : public c10d::Reducer {
   // Call when the gradients are reduced: takes back those that are still empty.
   void take_back_empty_gradients();
   // Whether the search of prepare_for_backward has not found a parameter.
-  bool is_unused(std::size_t index);
+  bool is_unused(std::size_t index) const;
 
   // Drops the gradients since prepare_for_backward. False if some have been sent.
   bool forget_gradients();

@@ -51,7 +51,7 @@ class CapturedTensors {
   // One that it has changed.
   std::optional<at::Tensor> changed() const;
   // The nodes in the autograd graph of those that are views.
-  std::vector<NodePtr> nodes_of_views() const { return nodes_of_views_; }
+  const std::vector<NodePtr>& nodes_of_views() const { return nodes_of_views_; }
   // Whether an operator or a kernel has drawn random numbers.
   bool draws() const { return draws_; }
 

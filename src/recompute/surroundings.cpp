@@ -1,9 +1,9 @@
 #include "src/recompute/surroundings.h"
 
 #include "src/core/capture_scope.h"
+#include "src/core/expanded.h"
 
 #include <ATen/Context.h>
-#include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/hash.h>
@@ -137,8 +137,7 @@ BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) continue;
     // Expanded: no operator can write to it, but perhaps to a tensor that has its memory too.
-    if (tensor.layout() == at::kStrided &&
-        at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    if (is_expanded(tensor)) {
       if (!tensor.is_inference()) only_read_.emplace_back(tensor);
       continue;
     }

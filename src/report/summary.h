@@ -27,8 +27,8 @@ struct ParameterSummary {
   std::int64_t changed = 0;             // elements that updates changed
   std::int64_t lost_float16 = 0;
   std::int64_t lost_bfloat16 = 0;
-  // In the samples in which the weight had no master: of how many, elements that updates changed, and
-  // in those whose step updated weights, elements whose gradient is not zero, and that moved.
+  // Of the samples in which the weight had no master: their number, the elements that updates changed,
+  // and in those whose step updated weights, the elements whose gradient is not zero, and that moved.
   std::int64_t updates_alone = 0;
   std::int64_t changed_alone = 0;
   std::int64_t with_gradient = 0;

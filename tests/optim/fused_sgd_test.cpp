@@ -144,13 +144,12 @@ TEST(FusedSGD, UpdatesTiedMemoryOneAfterTheOther) {
 // As a head that is tied to a table without its first row.
 TEST(FusedSGD, UpdatesMemoryInCommonOneAfterTheOther) {
   const at::Tensor memory = torch::randn({200'000});
-  const at::Tensor before = memory.clone();
-  at::Tensor want = before.clone();
+  const at::Tensor want = memory.clone();
   Tensors tied;
   for (const int begin : {0, 1, 7, 100}) {
     tied.push_back(memory.narrow(0, begin, 150'000).variable_data().requires_grad_());
     tied.back().mutable_grad() = torch::randn({150'000});
-    at::Tensor part = want.narrow(0, begin, 150'000);
+    const at::Tensor part = want.narrow(0, begin, 150'000);
     part.copy_(part - tied.back().grad() * 0.5);
   }
   FusedSGD(tied, FusedSGDOptions(0.5)).step();

@@ -82,20 +82,23 @@ TEST(SpeedVerdicts, OperatorsOfAGpuAreNotJudgedByTheirTimes) {
   }
 }
 
+// The line `model` of a start.
+Json model_line(std::int64_t step, const char* dtype) {
+  Json line = model({});
+  line["step"] = step;
+  line["settings"] = {{"dtype", dtype}};
+  return line;
+}
+
 // As of a training in fp32 that was resumed at O1.
 TEST(SpeedVerdicts, LeaveOutStartsWithOtherSettings) {
   for (const char* const dtype : {"fp32", "bf16"}) {
     MadeUpRun run("bfloat16");
-    const auto line = [](const char* of) {
-      Json start = model({});
-      start["settings"] = {{"dtype", of}};
-      return start;
-    };
     Json before = sample(1, 1, {});
     before["operators"] = {op("softmax", "Float", 9)};
     Json after = sample(5, 1, {});
     after["operators"] = {op("conv2d", "BFloat16", 0.9), op("relu", "BFloat16", 0.1)};
-    run.add({line(dtype), before, restart(5, 2000), line("bf16"), after});
+    run.add({model_line(1, dtype), before, restart(5, 2000), model_line(5, "bf16"), after});
     EXPECT_EQ(has(run, "wide_operator"), std::string(dtype) == "bf16");
     EXPECT_EQ(PrecisionReport(run.path()).to_text().find("without 1 sample of starts at another") !=
                   std::string::npos,
@@ -104,18 +107,12 @@ TEST(SpeedVerdicts, LeaveOutStartsWithOtherSettings) {
 }
 
 TEST(SpeedVerdicts, ScalesOfStartsWithOtherSettingsDoNotCount) {
-  const auto line = [](std::int64_t step, const char* of) {
-    Json start = model({});
-    start["step"] = step;
-    start["settings"] = {{"dtype", of}};
-    return start;
-  };
   Json without = sample(5, 1, {tensor("gradient", "w", "Float", -200, {10})});
   without.erase("loss_scale");
   MadeUpRun run("bfloat16");
-  run.add({line(1, "fp16"), scale(1, 65536, 32768),
+  run.add({model_line(1, "fp16"), scale(1, 65536, 32768),
            sample(1, 32768, {tensor("gradient", "w", "Float", -8, {10})}), restart(5, 2000),
-           line(5, "bf16"), without});
+           model_line(5, "bf16"), without});
   EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::problem);
 }
 
