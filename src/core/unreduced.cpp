@@ -11,7 +11,7 @@ namespace {
 using Hook = torch::autograd::hooks_list::value_type;
 
 // An entry in a tensor's list of hooks, which are never called for a gradient that needs no
-// gradient.
+// gradient. It stays when the mark is cleared, for the next mark: each step would add another entry.
 struct Unreduced {
   UnreducedMark mark;
   at::TensorBase operator()(const at::TensorBase& gradient) const { return gradient; }
@@ -42,7 +42,7 @@ void mark_unreduced(const at::Tensor& gradient, UnreducedMark mark) {
 }
 
 void clear_unreduced(const at::Tensor& gradient) {
-  if (Hook* hook = find(gradient)) *hook = nullptr;
+  if (Hook* const hook = find(gradient)) hook->target<Unreduced>()->mark = nullptr;
 }
 
 UnreducedMark unreduced_mark(const at::Tensor& gradient) {
