@@ -17,16 +17,23 @@
 namespace semitone::optim {
 namespace {
 
-// The values of all gradients, each once.
-std::vector<at::Tensor> values_of_grads(const std::vector<at::Tensor>& parameters) {
+enum class Access { read, write };
+
+// The values of all gradients, each once. Gradients of two parameters that are written get memory
+// of their own: autograd may give both parameters the same gradient.
+std::vector<at::Tensor> values_of_grads(const std::vector<at::Tensor>& parameters, Access access) {
   std::vector<at::Tensor> values;
   std::unordered_set<const c10::TensorImpl*> seen;
+  std::unordered_set<const void*> written;
   for (const at::Tensor& parameter : parameters) {
     if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) continue;
     if (grad.is_sparse() && !grad.is_coalesced()) grad = grad.coalesce();
     if (grad.is_conj()) grad = grad.resolve_conj();
+    if (access == Access::write && grad.layout() == at::kStrided && grad.numel() > 0 &&
+        !written.insert(grad.const_data_ptr()).second)
+      grad = grad.clone();
     values.push_back(grad.is_sparse() ? grad._values() : grad.detach());
   }
   return values;
@@ -95,7 +102,7 @@ double norm_of(std::vector<at::Tensor> values, double norm_type) {
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   require_order("optim.grad_norm", norm_type);
   const at::NoGradGuard no_grad;
-  return norm_of(values_of_grads(parameters), norm_type);
+  return norm_of(values_of_grads(parameters, Access::read), norm_type);
 }
 
 double clip_factor(double norm, double max_norm) {
@@ -106,14 +113,16 @@ double clip_factor(double norm, double max_norm) {
 
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor) {
   const at::NoGradGuard no_grad;
-  scale_values(values_of_grads(parameters), [factor](c10::Device) { return factor; });
+  scale_values(values_of_grads(parameters, Access::write),
+               [factor](c10::Device) { return factor; });
 }
 
 void scale_grads_(const std::vector<at::Tensor>& parameters, const at::Tensor& factor) {
   require_number("optim.scale_grads_", factor, "a factor");
   const at::NoGradGuard no_grad;
   const at::Tensor number = factor.detach().reshape({}).to(at::kDouble);
-  scale_values(values_of_grads(parameters), [&](c10::Device device) { return number.to(device); });
+  scale_values(values_of_grads(parameters, Access::write),
+               [&](c10::Device device) { return number.to(device); });
 }
 
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type) {

@@ -79,6 +79,20 @@ TEST(ClipGradNorm, CountsAParameterOnceAndSkipsThoseWithoutGradient) {
   EXPECT_EQ(optim::clip_grad_norm_({}, 1), 0);
 }
 
+// Autograd gives both the one gradient of their sum.
+TEST(ClipGradNorm, ClipsAGradientThatTwoParametersShareOnce) {
+  const auto a = torch::ones({300, 400}).requires_grad_();
+  const auto b = torch::ones({400, 300}).requires_grad_();
+  (a.view({-1}) + b.view({-1})).square().sum().backward();
+  ASSERT_EQ(a.grad().data_ptr(), b.grad().data_ptr());
+  const double norm = optim::clip_grad_norm_({a, b}, 1);
+  expect_close(torch::tensor(norm), torch::tensor(4 * std::sqrt(240000.0)), 1e-6);
+  for (const at::Tensor& parameter : {a, b}) {
+    const double want = 4 / (norm + 1e-6);
+    expect_close(parameter.grad(), torch::full_like(parameter.grad(), want), 1e-6);
+  }
+}
+
 TEST(ClipGradNorm, RefusesNonFiniteGradientsOnRequestBeforeAnythingIsChanged) {
   for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
     const auto grad = torch::tensor({1.0F, bad, 2.0F});
