@@ -138,15 +138,15 @@ void FusedOptimizer::load(InputArchive& archive) {
 
   // Everything is read and checked before anything is changed.
   std::unordered_set<std::string> keys;
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> new_options;
+  std::vector<InputArchive> new_options;
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> new_state;
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& group = param_groups_[g];
     InputArchive stored = read_archive(groups, "param_groups/" + std::to_string(g), kLoad);
     require_equal(read_size(stored, "params/size"), group.params().size(),
                   "parameters in group " + std::to_string(g));
-    InputArchive stored_options = read_archive(stored, "options", kLoad);
-    auto& options = new_options.emplace_back(group.options().clone());
+    InputArchive& stored_options = new_options.emplace_back(read_archive(stored, "options", kLoad));
+    const auto options = group.options().clone();
     options->serialize(stored_options);
     keep_storage(*options, group.options());
     check(*options);
@@ -163,6 +163,7 @@ void FusedOptimizer::load(InputArchive& archive) {
       if (!one.has_value() && !low.defined()) continue;
       auto state = std::make_unique<FusedState>();
       state->master_low = low;
+      state->hold_address_of(parameter);
       auto& loaded = new_state[parameter.unsafeGetTensorImpl()];
       if (!one.has_value()) {
         loaded = std::move(state);
@@ -184,8 +185,13 @@ void FusedOptimizer::load(InputArchive& archive) {
     }
   }
   deferred_.reset();  // the state that its result may change is replaced
-  for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    param_groups_[g].set_options(std::move(new_options[g]));
+  // In place, as LibTorch's optimizers do: the program may hold references to options.
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    auto& options = param_groups_[g].options();
+    const auto before = options.clone();
+    options.serialize(new_options[g]);
+    keep_storage(options, *before);
+  }
   state_ = std::move(new_state);
 }
 

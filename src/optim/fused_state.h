@@ -3,11 +3,14 @@
 // Internal interface: other rooms include this header.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <array>
 #include <cstdint>
+#include <optional>
 
 namespace semitone::optim {
 
@@ -18,6 +21,14 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
   // The lower halves of split masters (FusedAdamOptions::split_master): int16, of the parameter's
   // shape.
   at::Tensor master_low;
+  // LibTorch's map has the state by the parameter's address. While this lives, a parameter made
+  // after the old one was freed does not get the same address, and with it this state.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> address;
+
+  void hold_address_of(const at::Tensor& parameter) {
+    if (!address.has_value() || address->_unsafe_get_target() != parameter.unsafeGetTensorImpl())
+      address.emplace(parameter.getIntrusivePtr());
+  }
 
   // Stores tensors by position, not by name. These functions are for amp::MasterWeights, which
   // widens 16-bit state to fp32 by saving and loading it. FusedOptimizer::save() writes files.

@@ -53,7 +53,9 @@ template <typename States>
 FusedState& state_in(States& states, const at::Tensor& parameter) {
   auto& entry = states[parameter.unsafeGetTensorImpl()];
   if (entry == nullptr) entry = std::make_unique<FusedState>();
-  return static_cast<FusedState&>(*entry);
+  auto& state = static_cast<FusedState&>(*entry);
+  state.hold_address_of(parameter);
+  return state;
 }
 
 // The kernels' view of each parameter.

@@ -6,6 +6,7 @@
 #include "src/optim/fused_state.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/optim/fused_optimizers_fixture.h"
+#include "tests/support/archive.h"
 #include "tests/support/tensors.h"
 
 #include <torch/torch.h>
@@ -32,6 +33,22 @@ TEST_P(FusedOptimizers, MoveEveryParameterThatHasAGradient) {
       EXPECT_FALSE(torch::equal(parameters[i], before[i])) << i;
     }
   }
+}
+
+// LibTorch's map has the state by the parameter's address. A new parameter at the address of one
+// that was freed would get its state.
+TEST_P(FusedOptimizers, KeepTheAddressesOfTheirParameters) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  std::vector<std::size_t> references;
+  for (const at::Tensor& parameter : parameters) references.push_back(parameter.weak_use_count());
+  for (int step = 0; step < 2; ++step) plain_step(*optimizer, parameters, make_grads(parameters));
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    EXPECT_EQ(parameters[i].weak_use_count(), references[i] + 1) << i;
+  auto archive = saved(*optimizer);
+  optimizer->load(archive);
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    EXPECT_EQ(parameters[i].weak_use_count(), references[i] + 1) << i;
 }
 
 TEST_P(FusedOptimizers, DivideScaledGradientsInTheSamePass) {
