@@ -63,6 +63,8 @@ class Archive {
   explicit Archive(const torch::serialize::OutputArchive& archive);
   explicit Archive(torch::jit::Module script) : module_(std::move(script)) {}
 
+  bool is_empty() const { return module_.type()->numAttributes() == 0; }
+
   // Says which storages only the step of an optimizer changes. By default none.
   using IsSteady = std::function<bool(const c10::Storage&)>;
   void set_steady(IsSteady is_steady) { is_steady_ = std::move(is_steady); }

@@ -39,6 +39,16 @@ class StateEntry final : public Entry {
     require_fitting(source, [&] { functions_.load(archive); });
   }
 
+  // LibTorch cannot save an undefined tensor, such as one that the first step makes: such an object
+  // has no state to put back.
+  Undo set_aside() override {
+    try {
+      return Entry::set_aside();
+    } catch (const c10::Error&) {
+      return [] {};
+    }
+  }
+
   bool can_be_resharded() const override { return functions_.load_resharded != nullptr; }
 
   void read_resharded(const std::vector<Source>& of_ranks) override {

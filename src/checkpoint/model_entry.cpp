@@ -338,7 +338,11 @@ class TensorEntry final : public Entry {
     OutputArchive archive;
     if (tensor_.defined()) {
       record.tensors = {record_of("", tensor_)};
-      archive.write(kKey, tensor_.detach());
+      // LibTorch writes the whole memory of a view.
+      const at::Tensor value = tensor_.detach();
+      const bool is_small_part =
+          value.has_storage() && value.storage().nbytes() > 2 * value.nbytes();
+      archive.write(kKey, is_small_part ? value.clone() : value);
     }
     use_content(archive, use);
   }

@@ -65,7 +65,14 @@ class OptimizerEntry final : public Entry {
     } else {
       optimizer_.save(archive);
     }
-    use_content(archive, use, [](const c10::Storage&) { return true; });
+    // Those of torch::optim::Optimizer do nothing.
+    const auto use_if_saved = [&](Archive& content) {
+      if (content.is_empty())
+        throw Error("checkpoint", fmt::format("a state that the optimizer '{}' saves", name()),
+                    "none", "override save() and load() of torch::optim::Optimizer in its class");
+      use(content);
+    };
+    use_content(archive, use_if_saved, [](const c10::Storage&) { return true; });
   }
 
   bool can_be_resharded() const override { return true; }
@@ -98,7 +105,7 @@ class OptimizerEntry final : public Entry {
       std::swap(earlier->state, optimizer_.state());
       for (std::size_t g = 0; g < earlier->options.size(); ++g) {
         if (earlier->options[g] != nullptr)
-          optimizer_.param_groups()[g].set_options(std::move(earlier->options[g]));
+          assign_options(optimizer_.param_groups()[g], *earlier->options[g]);
       }
     };
   }

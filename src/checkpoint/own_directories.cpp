@@ -12,8 +12,9 @@ struct OwnDirectories {
 };
 
 OwnDirectories& own_directories() {
-  static OwnDirectories own;
-  return own;
+  // Never destroyed: a Checkpoint in static storage may be destroyed later.
+  static auto* const own = new OwnDirectories;
+  return *own;
 }
 
 }  // namespace

@@ -10,11 +10,13 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <memory>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +54,21 @@ void widen_state(torch::optim::OptimizerParamState& state) {
     for (auto* const history : {&lbfgs->old_dirs(), &lbfgs->old_stps(), &lbfgs->ro()}) {
       for (at::Tensor& tensor : *history) widen_tensor(tensor);
     }
+  }
+}
+
+void assign_options(torch::optim::OptimizerParamGroup& group,
+                    const torch::optim::OptimizerOptions& options) {
+  try {
+    torch::serialize::OutputArchive saved;
+    options.serialize(saved);
+    std::stringstream stream;
+    saved.save_to(stream);
+    torch::serialize::InputArchive loaded;
+    loaded.load_from(stream);
+    group.options().serialize(loaded);
+  } catch (const c10::Error&) {  // a class of the program without serialize()
+    group.set_options(options.clone());
   }
 }
 

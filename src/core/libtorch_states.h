@@ -21,6 +21,11 @@ void widen_state(torch::optim::OptimizerParamState& state);
 void require_states_fit(torch::optim::Optimizer& optimizer, const std::string& component,
                         const std::string& whose);
 
+// Gives a group these options, which are of its options' class, without making a new object: the
+// program may hold a reference to the old one.
+void assign_options(torch::optim::OptimizerParamGroup& group,
+                    const torch::optim::OptimizerOptions& options);
+
 // Gives parameters without a state the one that Adagrad makes in its constructor. Its step needs one
 // also where a file has none: FusedAdagrad's, for parameters that never had a gradient.
 void add_initial_states(torch::optim::Optimizer& optimizer);

@@ -27,8 +27,9 @@ std::shared_ptr<spdlog::logger> make_logger() {
 }  // namespace
 
 std::shared_ptr<spdlog::logger> log() {
-  static const std::shared_ptr<spdlog::logger> logger = make_logger();
-  return logger;
+  // Never destroyed: objects in static storage may log when they are destroyed.
+  static const auto* const logger = new std::shared_ptr<spdlog::logger>(make_logger());
+  return *logger;
 }
 
 }  // namespace semitone

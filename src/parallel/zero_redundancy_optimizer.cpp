@@ -403,7 +403,7 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
   // opaque, but archives can be read to any device.
   if (device.has_value()) from_text(*share, to_text(*share), *device);
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    param_groups_[g].set_options(whole->param_groups()[g].options().clone());
+    assign_options(param_groups_[g], whole->param_groups()[g].options());
   state_ = std::move(share->state());
   consolidated_.reset();
 }

@@ -21,9 +21,12 @@
 
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <limits>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::checkpoint::test {
@@ -462,6 +465,96 @@ TEST(Checkpoint, RestoresTensorsWithoutElements) {
     EXPECT_EQ(model->named_buffers()["history"].sizes(), at::IntArrayRef({0, 5}));
     EXPECT_EQ(value.sizes(), at::IntArrayRef({0}));
   }
+}
+
+// As torch::load() of LibTorch's optimizers keeps them.
+template <typename Optimizer, typename Options>
+void expect_options_in_place(bool fails) {
+  struct Last {
+    void save(torch::serialize::OutputArchive&) const {}
+    void load(torch::serialize::InputArchive&) {  // later, it puts the earlier state back
+      if (std::exchange(throws, false)) throw Error("test", "nothing", "something");
+    }
+    bool throws;
+  } last{fails};
+  const TemporaryFolder folder;
+  torch::nn::Linear model(2, 2);
+  Optimizer optimizer(model->parameters(), Options(0.5));
+  auto& options = optimizer.param_groups()[0].options();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", model).add("optimizer", optimizer).add("last", last);
+  checkpoint.save(1);
+  options.set_lr(0.25);
+  if (fails) {
+    EXPECT_THROW(checkpoint.resume(), FileError);
+  } else {
+    EXPECT_EQ(checkpoint.resume(), 1);
+  }
+  EXPECT_EQ(&optimizer.param_groups()[0].options(), &options);
+  EXPECT_EQ(options.get_lr(), fails ? 0.25 : 0.5);
+}
+
+TEST(Checkpoint, RestoresOptionsInPlace) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails);
+    expect_options_in_place<optim::FusedAdam, optim::FusedAdamOptions>(fails);
+    expect_options_in_place<torch::optim::AdamW, torch::optim::AdamWOptions>(fails);
+  }
+}
+
+// Its state would be lost without a word.
+TEST(Checkpoint, RefusesAnOptimizerThatDoesNotSaveItself) {
+  struct NoOptions : torch::optim::OptimizerCloneableOptions<NoOptions> {};
+  class Own : public torch::optim::Optimizer {
+   public:
+    explicit Own(std::vector<at::Tensor> parameters)
+        : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                    std::make_unique<NoOptions>()) {}
+    at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
+  };
+  const TemporaryFolder folder;
+  torch::nn::Linear model(2, 2);
+  Own optimizer(model->parameters());
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", model).add("optimizer", optimizer);
+  semitone::test::expect_error([&] { checkpoint.save(1); },
+                               {"[checkpoint]", "'optimizer'", "override save() and load()"});
+}
+
+// As of a class whose first step makes a tensor: LibTorch cannot save an undefined one.
+TEST(Checkpoint, RestoresAnObjectThatCannotBeSavedYet) {
+  struct Mean {
+    void save(torch::serialize::OutputArchive& archive) const { archive.write("mean", mean, true); }
+    void load(torch::serialize::InputArchive& archive) { archive.read("mean", mean, true); }
+    at::Tensor mean;
+  };
+  const TemporaryFolder folder;
+  Mean mean{torch::ones({3})};
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("mean", mean);
+  checkpoint.save(1);
+  Mean fresh;
+  Checkpoint resumed(folder / "run");
+  resumed.add("mean", fresh);
+  EXPECT_EQ(resumed.resume(), 1);
+  EXPECT_TRUE(same_bits(fresh.mean, mean.mean));
+}
+
+TEST(Checkpoint, OfAViewHasItsOwnElementsOnly) {
+  const TemporaryFolder folder;
+  const at::Tensor all = torch::arange(1 << 20);
+  at::Tensor row = all.view({1 << 10, 1 << 10})[3];
+  const at::Tensor values = row.clone();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("row", row);
+  checkpoint.save(1);
+  std::uintmax_t bytes = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder / "run"))
+    if (entry.is_regular_file()) bytes += entry.file_size();
+  EXPECT_LT(bytes, 1U << 20);
+  row.zero_();
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(same_bits(row, values));
 }
 
 TEST(Checkpoint, RefusesSparseTensors) {

@@ -38,7 +38,8 @@ enum class PerRank { no, yes };
 
 /// A class with save() and load() of LibTorch's form, other than modules and optimizers: GradScaler,
 /// LossScaler, samplers, classes of the program. load() should throw, with nothing changed, if the
-/// archive does not fit.
+/// archive does not fit. Its tensors are on the CPU: load() copies them to where the object has its
+/// own. resume() also calls save(), of the object as it is, to put its state back if it fails.
 template <typename T>
 concept Savable =
     !std::is_base_of_v<torch::nn::Module, T> && !std::is_base_of_v<torch::optim::Optimizer, T> &&
@@ -108,7 +109,8 @@ class Checkpoint {
   /// writes into the memory of the model's tensors.
   Checkpoint& add(const std::string& name, const amp::Model& model);
 
-  /// Adds an optimizer of any class. Each rank saves its share of a ZeroRedundancyOptimizer; Error
+  /// Adds an optimizer of any class that overrides save() and load() of torch::optim::Optimizer. Each
+  /// rank saves its share of a ZeroRedundancyOptimizer; Error
   /// unless the checkpoint's group has all of the optimizer's ranks. Any number of ranks can resume
   /// from these shares, and so can the unsharded optimizer. A ZeroRedundancyOptimizer can also
   /// resume from the unsharded optimizer. resume() converts 16-bit state that a run at O3 has saved
