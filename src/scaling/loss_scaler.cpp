@@ -107,8 +107,9 @@ void LossScaler::set_options(const LossScaleOptions& options) {
 }
 
 // The rule compares with its limits for equality: a counter at or beyond its limit would have no
-// effect.
+// effect. load() refuses one that has to wait for longer than the delay.
 void LossScaler::fit_counters() {
+  state_.growth_tracker = std::max(state_.growth_tracker, -options_.growth_delay());
   if (!options_.dynamic()) return;
   if (options_.growth_interval() > 0) {
     state_.growth_tracker = std::min(state_.growth_tracker, options_.growth_interval() - 1);

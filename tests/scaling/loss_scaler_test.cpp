@@ -243,6 +243,19 @@ TEST(LossScaler, NewOptionsKeepTheStateButNoCounterThatWouldNeverFireAgain) {
   EXPECT_EQ(scaler.options().growth_interval(), 10);
 }
 
+TEST(LossScaler, NewOptionsShortenTheDelayThatWasLeft) {
+  LossScaler scaler(LossScaleOptions().growth_delay(1000));
+  scaler.update(false);
+  scaler.set_options(LossScaleOptions().growth_delay(10));
+  EXPECT_EQ(scaler.state().growth_tracker, -10);
+  scaler.set_options(LossScaleOptions());
+  EXPECT_EQ(scaler.state().growth_tracker, 0);
+  auto archive = saved(scaler);
+  LossScaler resumed;
+  resumed.load(archive);
+  EXPECT_EQ(resumed.state().growth_tracker, 0);
+}
+
 LossScaler a_used_one() {
   LossScaler scaler(LossScaleOptions()
                         .init_scale(1000)
