@@ -18,6 +18,7 @@ std::size_t MasterWeights::size() const {
 }
 
 bool MasterWeights::take_gradients(float inverse_scale) {
+  masters_->follow_groups();
   // Moved to a master, they would be left out of the average that the next backward pass takes.
   masters_->for_each([](const at::Tensor& parameter, const at::Tensor& /*master*/) {
     if (!is_unreduced(parameter.grad())) return;

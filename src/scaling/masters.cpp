@@ -7,6 +7,7 @@
 #include "src/core/libtorch_states.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
+#include "src/core/unreduced.h"
 #include "src/optim/capturable_step.h"
 #include "src/optim/deferred_step.h"
 #include "src/optim/libtorch_step.h"
@@ -112,7 +113,11 @@ void Masters::give_back() {
                                   [](const Pair& pair) { return pair.master.use_count() > 1; });
   if (!in_use) return;
   const StateMode mode;
+  follow_groups();
   move_deferred_gradients();
+  // The optimizer has their state by the address of the master.
+  for (const Pair& pair : pairs_)
+    if (!pair.in_groups) optimizer_->state().erase(pair.master.unsafeGetTensorImpl());
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
     const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
     if (found == by_master_.end()) return;
@@ -122,6 +127,49 @@ void Masters::give_back() {
       pair.parameter.mutable_grad() = pair.master.grad().to(pair.parameter.scalar_type());
     parameter = pair.parameter;
   });
+}
+
+void Masters::follow_groups() {
+  std::vector<bool> in_groups(pairs_.size());
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& place) {
+    auto found = by_master_.find(place.unsafeGetTensorImpl());
+    if (found == by_master_.end()) {
+      // The program has filled its group anew.
+      found = by_parameter_.find(place.unsafeGetTensorImpl());
+      if (found == by_parameter_.end()) return;
+      place = pairs_[found->second].master;
+    }
+    in_groups[found->second] = true;
+  });
+  bool changed = false;
+  for (std::size_t i = 0; i < pairs_.size(); ++i)
+    changed = changed || pairs_[i].in_groups != in_groups[i];
+  if (!changed) return;
+  const StateMode mode;
+  move_deferred_gradients();
+  for (std::size_t i = 0; i < pairs_.size(); ++i) {
+    Pair& pair = pairs_[i];
+    if (pair.in_groups && !in_groups[i]) set_aside(pair);
+    if (!pair.in_groups && in_groups[i] && parameter_changed(pair)) take_parameter(pair);
+    pair.in_groups = in_groups[i];
+  }
+}
+
+// Gives a parameter what its master has. The optimizer's state stays the master's.
+void Masters::set_aside(Pair& pair) {
+  if (!parameter_changed(pair) && (master_changed(pair) || is_ahead(pair))) {
+    pair.parameter.copy_(pair.master);
+    agreed(pair);
+  }
+  if (pair.master.grad().defined() && !pair.parameter.grad().defined()) {
+    pair.parameter.mutable_grad() = pair.master.grad().to(pair.parameter.scalar_type());
+    mark_unreduced(pair.parameter.grad(), unreduced_mark(pair.master.grad()));
+  }
+  pair.master.mutable_grad().reset();
+}
+
+std::size_t Masters::size() const {
+  return static_cast<std::size_t>(std::ranges::count_if(pairs_, &Pair::in_groups));
 }
 
 // variable_data(), not detach(): a master needs its own version counter.
@@ -148,6 +196,7 @@ struct Masters::Adoption {
 // Everything that can fail does so before anything is changed.
 void Masters::adopt(const ExactValues& exact) {
   const StateMode mode;
+  follow_groups();
   Adoption found = find_adoption(exact);
   for (const auto& [parameter, value] : found.split) fused_->set_master(parameter, value);
   if (found.places.empty()) return;
@@ -175,13 +224,10 @@ Masters::Adoption Masters::find_adoption(const ExactValues& exact) {
       return;
     }
     // A tied weight appears in the optimizer twice.
-    const auto earlier = by_parameter_.find(parameter.unsafeGetTensorImpl());
-    const bool is_new = earlier == by_parameter_.end();
-    const auto [place, added] =
-        by_parameter.try_emplace(parameter.unsafeGetTensorImpl(),
-                                 is_new ? pairs_.size() + found.fresh.size() : earlier->second);
+    const auto [place, added] = by_parameter.try_emplace(parameter.unsafeGetTensorImpl(),
+                                                         pairs_.size() + found.fresh.size());
     found.places.emplace_back(&parameter, place->second);
-    if (!added || !is_new) return;
+    if (!added) return;
     at::Tensor master = make_master(parameter, exact, found.fresh);
     master.requires_grad_(true);
     agreed(found.fresh.emplace_back(Pair{.parameter = parameter, .master = master}));
@@ -198,6 +244,7 @@ Masters::Adoption Masters::find_adoption(const ExactValues& exact) {
 void Masters::step(bool in_one_pass) {
   const events::PhaseScope phase(events::Phase::optimizer);
   const StateMode mode;
+  follow_groups();
   hide_gradients();
   if (fused_ == nullptr) {
     widen_states();
@@ -209,7 +256,7 @@ void Masters::step(bool in_one_pass) {
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
       Pair& pair = pairs_[i];
       const bool stepped = has_gradient[i] || master_changed(pair) || is_ahead(pair);
-      if (!stepped) continue;
+      if (!stepped || !pair.in_groups) continue;
       pair.parameter.copy_(pair.master);
       agreed(pair);
     }
@@ -231,6 +278,7 @@ void Masters::widen_states() {
 
 void Masters::step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result) {
   const StateMode mode;
+  follow_groups();
   hide_gradients();
   step_fused([&](const optim::FusedStep& how) {
     optim::DeferredStep::step(*fused_, how, found_inf, std::move(result));
@@ -240,7 +288,7 @@ void Masters::step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::
 void Masters::step_fused(const std::function<void(const optim::FusedStep&)>& take) {
   // Gradients in the model that coexist with deferred ones have another scale.
   const bool any_in_model = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
-    return pair.parameter.grad().defined();
+    return pair.in_groups && pair.parameter.grad().defined();
   });
   if (any_in_model) take_gradients();
   optim::ModelCopies copies;
@@ -271,28 +319,47 @@ void Masters::step(optim::CapturableStep& step, const at::Tensor& found_inf) {
   optim::ModelCopies copies;
   for (const Pair& pair : pairs_) copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
   step.run(&copies, found_inf);
-  for (Pair& pair : pairs_) agreed(pair);
+  for (Pair& pair : pairs_)
+    if (pair.in_groups) agreed(pair);
   maybe_stepped_ = false;
 }
 
 void Masters::note_step() {
   for (Pair& pair : pairs_) {
+    if (!pair.in_groups) continue;
     pair.parameter.unsafeGetTensorImpl()->bump_version();
     pair.master.unsafeGetTensorImpl()->bump_version();
     agreed(pair);
   }
 }
 
+// Null if there is none that counts.
+const Masters::Pair* Masters::find(const at::Tensor& parameter) const {
+  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
+  if (found == by_parameter_.end()) return nullptr;
+  const Pair& pair = pairs_[found->second];
+  return pair.in_groups || !parameter_changed(pair) ? &pair : nullptr;
+}
+
+bool Masters::trains(const at::Tensor& parameter) const {
+  const Pair* const pair = find(parameter);
+  return pair != nullptr ? pair->in_groups : has(parameter);
+}
+
+at::Tensor Masters::parameter_of(const at::Tensor& master) const {
+  const auto found = by_master_.find(master.unsafeGetTensorImpl());
+  return found == by_master_.end() ? at::Tensor() : pairs_[found->second].parameter;
+}
+
 bool Masters::has(const at::Tensor& parameter) const {
-  if (by_parameter_.count(parameter.unsafeGetTensorImpl()) > 0) return true;
+  if (find(parameter) != nullptr) return true;
   if (fused_ == nullptr || !fused_->has_split_master(parameter)) return false;
   // A frozen one keeps the split master that it had before.
   return parameter.requires_grad() || !fused_->master_of(parameter).is_same(parameter);
 }
 
 at::Tensor Masters::master_of(const at::Tensor& parameter) const {
-  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
-  if (found != by_parameter_.end()) return pairs_[found->second].master;
+  if (const Pair* const pair = find(parameter)) return pair->master;
   const StateMode mode;
   const bool is_split = fused_ != nullptr && fused_->has_split_master(parameter);
   return is_split ? fused_->master_of(parameter).to(at::kFloat) : at::Tensor();

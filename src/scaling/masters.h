@@ -45,17 +45,30 @@ class Masters {
   Masters& operator=(Masters&&) = delete;
   ~Masters();
 
-  std::size_t size() const { return pairs_.size(); }
+  std::size_t size() const;
   bool is_master(const at::Tensor& tensor) const {
     return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
+  // Also for a parameter that has left the optimizer's groups, until its value changes.
   bool has(const at::Tensor& parameter) const;
   at::Tensor master_of(const at::Tensor& parameter) const;
+  // Whether it has a master, and the optimizer trains it.
+  bool trains(const at::Tensor& parameter) const;
+  // The parameter of a master; undefined for another tensor.
+  at::Tensor parameter_of(const at::Tensor& master) const;
   void set(const at::Tensor& parameter, const at::Tensor& value);
   template <typename Visit>
   void for_each(Visit&& visit) const {
-    for (const Pair& pair : pairs_) visit(pair.parameter, pair.master);
+    for (const Pair& pair : pairs_)
+      if (pair.in_groups) visit(pair.parameter, pair.master);
   }
+  // Finds out which parameters have left the optimizer's groups, and which have come back. The
+  // gradients of the former are not taken, nor their values written: another optimizer may train
+  // them. Functions that take gradients, write weights or step begin with it, except the captured
+  // step, before which sync() is called.
+  void follow_groups();
+  // Gives every 16-bit parameter that has none a master.
+  void adopt(const ExactValues& exact);
 
   void write_model();
   void sync();
@@ -138,6 +151,7 @@ class Masters {
   struct Pair {
     at::Tensor parameter;
     at::Tensor master;
+    bool in_groups = true;  // the optimizer's
     // Versions, addresses and probes when the two last agreed.
     std::uint32_t parameter_version = 0;
     const void* parameter_data = nullptr;
@@ -157,10 +171,10 @@ class Masters {
 
   void widen_states();
   struct Adoption;
-  // Gives every 16-bit parameter that has none a master.
-  void adopt(const ExactValues& exact);
   Adoption find_adoption(const ExactValues& exact);
   void give_back();
+  void set_aside(Pair& pair);
+  const Pair* find(const at::Tensor& parameter) const;
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
   static Probes probe(const at::Tensor& tensor);

@@ -14,7 +14,6 @@
 #include <limits>
 #include <map>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -96,7 +95,8 @@ void Masters::refresh_gradients() {
 bool Masters::has_gradients_in_model() const {
   return std::ranges::any_of(pairs_, [](const Pair& pair) {
     const at::Tensor& in_model = pair.parameter.grad();
-    return in_model.defined() && !(pair.shown.defined() && in_model.is_same(pair.shown));
+    return pair.in_groups && in_model.defined() &&
+           !(pair.shown.defined() && in_model.is_same(pair.shown));
   });
 }
 
@@ -118,15 +118,18 @@ bool Masters::shown_changed(const Pair& pair) {
 
 void Masters::take_gradients(Gradients& pass) {
   const StateMode mode;
+  follow_groups();
   hide_gradients();
-  const bool any = std::any_of(pairs_.begin(), pairs_.end(),
-                               [](const Pair& pair) { return pair.parameter.grad().defined(); });
+  const bool any = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
+    return pair.in_groups && pair.parameter.grad().defined();
+  });
   if (any) {
     move_deferred_gradients();
     maybe_stepped_ = true;
   }
   // Without new gradients too: the pass must not take the masters' for new ones.
-  for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
+  for (const Pair& pair : pairs_)
+    if (pair.in_groups) pass.move(pair.parameter, pair.master);
 }
 
 bool Masters::take_gradients(float inverse_scale) {
@@ -158,6 +161,7 @@ bool Masters::can_defer_gradients() const {
   };
   return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
            const at::Tensor& grad = pair.parameter.grad();
+           if (!pair.in_groups) return true;
            return !pair.master.grad().defined() &&
                   (!grad.defined() || (is_own(grad) && kernels::same_device(grad, pair.master) &&
                                        kernels::same_flat_layout(grad, pair.master)));
@@ -165,6 +169,7 @@ bool Masters::can_defer_gradients() const {
 }
 
 bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& found_inf) {
+  follow_groups();
   hide_gradients();
   if (!can_defer_gradients()) return false;
   const StateMode mode;
@@ -175,6 +180,7 @@ bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& foun
   for (Pair& pair : pairs_) {
     pair.deferred.drop();  // of an earlier backward, if its placeholder was dropped
     pair.changed_clipped = false;
+    if (!pair.in_groups) continue;
     const at::Tensor grad = std::exchange(pair.parameter.mutable_grad(), {});
     if (!grad.defined()) continue;
     grads.push_back(grad);
@@ -185,14 +191,10 @@ bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& foun
 }
 
 Masters::Deferred Masters::deferred_gradients() {
+  follow_groups();
   hide_gradients();
   Deferred deferred{{}, {}, deferred_inverse_};
-  std::unordered_set<const c10::TensorImpl*> in_groups;
-  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    in_groups.insert(parameter.unsafeGetTensorImpl());
-  });
   for (Pair& pair : pairs_) {
-    if (!in_groups.contains(pair.master.unsafeGetTensorImpl())) continue;
     if (pair.deferred.counts(pair.master)) {
       deferred.masters.push_back(pair.master);
       deferred.grads.push_back(pair.deferred.grad());

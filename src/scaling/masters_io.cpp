@@ -17,28 +17,34 @@ namespace semitone::amp {
 // differs from the order of pairs_, in which a parameter that was frozen comes later.
 template <typename Visit>
 void Masters::for_each_place(Visit&& visit) const {
-  std::unordered_set<const c10::TensorImpl*> seen;
+  std::unordered_set<std::size_t> seen;
   for_each_parameter(
-      *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
-        const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
-        if (found == by_master_.end() || !seen.insert(found->first).second) return;
+      *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& place) {
+        const auto master = by_master_.find(place.unsafeGetTensorImpl());
+        const bool is_master = master != by_master_.end();
+        // The program may have filled its group anew, and not called anything since.
+        const auto found = is_master ? master : by_parameter_.find(place.unsafeGetTensorImpl());
+        if (!is_master && found == by_parameter_.end()) return;
+        if (!seen.insert(found->second).second) return;
         visit("group" + std::to_string(group) + "_" + std::to_string(index), pairs_[found->second]);
       });
 }
 
 void Masters::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("size", c10::IValue(static_cast<std::int64_t>(pairs_.size())));
-  for_each_place(
-      [&](const std::string& key, const Pair& pair) { archive.write(key, pair.master.detach()); });
+  std::int64_t size = 0;  // a parameter may have left the groups
+  for_each_place([&](const std::string& key, const Pair& pair) {
+    archive.write(key, pair.master.detach());
+    ++size;
+  });
+  archive.write("size", c10::IValue(size));
 }
 
 std::vector<at::Tensor> Masters::read(torch::serialize::InputArchive& archive) {
   constexpr auto kComponent = "amp.master_weights.load";
   adopt({});
-  const auto size = read_value<std::int64_t>(archive, "size", kComponent);
-  if (size != static_cast<std::int64_t>(pairs_.size())) {
-    throw FileError(kComponent, std::to_string(pairs_.size()) + " master weights",
-                    std::to_string(size),
+  const auto saved = read_value<std::int64_t>(archive, "size", kComponent);
+  if (saved != static_cast<std::int64_t>(size())) {
+    throw FileError(kComponent, std::to_string(size()) + " master weights", std::to_string(saved),
                     "was it saved from the same model and optimizer, at the same opt level, with "
                     "the same layers frozen?");
   }

@@ -69,7 +69,9 @@ bool Masters::is_ahead(const Pair& pair) const {
 }
 
 void Masters::require_updated_model() const {
-  if (std::ranges::none_of(pairs_, [&](const Pair& pair) { return is_ahead(pair); })) return;
+  if (std::ranges::none_of(pairs_,
+                           [&](const Pair& pair) { return pair.in_groups && is_ahead(pair); }))
+    return;
   throw Error("amp.master_weights", "a loss of the weights after optimizer.step()",
               "one of those before: the step has only updated the fp32 masters",
               "call mixed.step(optimizer), which updates the model too, instead of "
@@ -147,15 +149,16 @@ void Masters::pull() {
   adopt({});
   // All first: pairs may have memory in common.
   for (const Pair& pair : pairs_)
-    if (parameter_changed(pair)) require_updated_model(pair);
+    if (pair.in_groups && parameter_changed(pair)) require_updated_model(pair);
   for (Pair& pair : pairs_)
-    if (parameter_changed(pair)) take_parameter(pair);
+    if (pair.in_groups && parameter_changed(pair)) take_parameter(pair);
 }
 
 void Masters::sync() {
   const StateMode mode;
   pull();
   for (Pair& pair : pairs_) {
+    if (!pair.in_groups) continue;
     if (master_changed(pair)) {
       pair.parameter.copy_(pair.master);
       agreed(pair);
@@ -172,7 +175,9 @@ void Masters::sync() {
 
 void Masters::write_model() {
   const StateMode mode;
+  follow_groups();
   for (Pair& pair : pairs_) {
+    if (!pair.in_groups) continue;
     pair.parameter.copy_(pair.master);
     agreed(pair);
   }

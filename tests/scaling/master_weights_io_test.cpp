@@ -38,6 +38,44 @@ TEST(MasterWeights, SaveAndLoadAreExact) {
   EXPECT_TRUE(same_bits(target.master, source.master));
 }
 
+// A head for another task: the program that goes on has the new one from its start.
+TEST(MasterWeights, AreSavedForWhatTheOptimizerHas) {
+  torch::optim::SGD optimizer({parameter({3})}, 0.1);
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter({2})}));
+  MasterWeights masters(optimizer);
+  const auto head = parameter({5});
+  optimizer.param_groups()[1].params() = {head};
+  masters.sync();
+  masters.set(head, torch::randn({5}));
+  auto archive = saved(masters);
+
+  const auto fresh_head = parameter({5});
+  torch::optim::SGD fresh({parameter({3})}, 0.1);
+  fresh.add_param_group(torch::optim::OptimizerParamGroup({fresh_head}));
+  MasterWeights loaded(fresh);
+  loaded.load(archive);
+  EXPECT_TRUE(same_bits(loaded.master_of(fresh_head), masters.master_of(head)));
+}
+
+TEST(MasterWeights, AreSavedForAGroupThatWasFilledAnew) {
+  for (const bool synced : {false, true}) {
+    const auto frozen = parameter({2});
+    const auto head = parameter({3});
+    torch::optim::SGD optimizer({frozen, head}, 0.1);
+    MasterWeights masters(optimizer);
+    masters.set(frozen, torch::randn({2}));
+    frozen.requires_grad_(false);
+    optimizer.param_groups()[0].params() = {frozen, head};
+    if (synced) masters.sync();
+    auto archive = saved(masters);
+    const at::Tensor before = masters.master_of(frozen).detach().clone();
+    masters.set(frozen, torch::zeros({2}));
+    masters.load(archive);
+    EXPECT_TRUE(same_bits(masters.master_of(frozen).detach(), before));
+    EXPECT_TRUE(masters.is_master(in_group(optimizer, 0, 0)));
+  }
+}
+
 TEST(MasterWeights, AreSavedByPlaceNotByTheOrderInWhichTheyCame) {
   const auto frozen_first = parameter({3}).requires_grad_(false);
   const auto last = parameter({3});

@@ -6,6 +6,7 @@
 #include "tests/scaling/master_weights_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
 
 #include <torch/torch.h>
 
@@ -100,6 +101,101 @@ TEST(MasterWeights, GroupsAddedLaterGetMastersAtSync) {
   optimizer.step();
   masters.write_model();
   EXPECT_FALSE(same_bits(weight, before));
+}
+
+// Another optimizer trains it then.
+TEST(MasterWeights, AParameterThatLeavesTheOptimizerHasNoMaster) {
+  const auto one = [] { return torch::ones({2}, torch::kBFloat16).requires_grad_(); };
+  const auto moved = one();
+  const auto kept = one();
+  const auto other = one();
+  torch::optim::SGD first({moved, kept}, torch::optim::SGDOptions(0.5).momentum(0.5));
+  torch::optim::SGD second({other}, 0.25);
+  MasterWeights first_masters(first);
+  MasterWeights second_masters(second);
+  const auto step = [&](bool reversed) {
+    (moved.sum() + kept.sum() + other.sum()).backward();
+    std::vector<std::pair<torch::optim::SGD*, MasterWeights*>> order{{&first, &first_masters},
+                                                                     {&second, &second_masters}};
+    if (reversed) std::swap(order[0], order[1]);
+    for (const auto& [optimizer, masters] : order) {
+      masters->take_gradients();
+      optimizer->step();
+      masters->write_model();
+      masters->clear_gradients();
+    }
+  };
+  step(false);
+  EXPECT_TRUE(same_bits(moved, torch::full({2}, 0.5, torch::kBFloat16)));
+
+  auto& places = first.param_groups()[0].params();
+  places.erase(places.begin());
+  second.add_param_group(torch::optim::OptimizerParamGroup({moved}));
+  second_masters.sync();
+  for (const bool reversed : {false, true}) step(reversed);
+  EXPECT_TRUE(same_bits(moved, torch::zeros({2}, torch::kBFloat16)));
+  EXPECT_EQ(first_masters.size(), 1U);
+  EXPECT_EQ(second_masters.size(), 2U);
+  EXPECT_FALSE(first_masters.has(moved));  // another value
+  EXPECT_TRUE(second_masters.has(moved));
+}
+
+// Its exact value and its state stay.
+TEST(MasterWeights, AParameterThatComesBackIsAsItLeft) {
+  for (const bool as_group : {false, true}) {
+    SCOPED_TRACE(as_group ? "the group itself" : "the parameter in a new group");
+    const auto weight = parameter({4});
+    torch::optim::SGD optimizer({parameter({3})}, torch::optim::SGDOptions(0.001).momentum(0.9));
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup({weight}));
+    MasterWeights masters(optimizer);
+    const auto step = [&] {
+      weight.mutable_grad() = torch::ones({4}, torch::kBFloat16);
+      masters.take_gradients();
+      optimizer.step();
+      masters.write_model();
+      masters.clear_gradients();
+    };
+    step();
+    const at::Tensor exact = masters.master_of(weight).detach().clone();
+    ASSERT_FALSE(same_bits(exact, weight.detach().to(torch::kFloat)));
+    const auto group = optimizer.param_groups().back();
+    optimizer.param_groups().pop_back();
+    step();
+    EXPECT_EQ(masters.size(), 1U);
+    EXPECT_TRUE(weight.grad().defined()) << "the gradient of a parameter that is not trained";
+    EXPECT_TRUE(same_bits(masters.master_of(weight).detach(), exact));
+    if (as_group) {
+      optimizer.param_groups().push_back(group);
+    } else {
+      optimizer.add_param_group(torch::optim::OptimizerParamGroup({weight}));
+    }
+    step();  // without sync()
+    EXPECT_EQ(masters.size(), 2U);
+    // The momentum of the first step counts.
+    test::expect_close(masters.master_of(weight).detach(), exact - 0.001 * 1.9,
+                       test::reduction_tolerance(torch::kFloat, 4));
+    EXPECT_TRUE(same_bits(weight.detach(), rounded(masters.master_of(weight), weight)));
+  }
+}
+
+TEST(MasterWeights, AParameterThatWasChangedMeanwhileComesBackAsItIs) {
+  const auto weight = parameter({4});
+  torch::optim::SGD optimizer({parameter({3})}, 0.5);
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({weight}));
+  MasterWeights masters(optimizer);
+  const auto group = optimizer.param_groups().back();
+  optimizer.param_groups().pop_back();
+  masters.sync();
+  {
+    const torch::NoGradGuard no_grad;
+    weight.fill_(3);
+  }
+  EXPECT_FALSE(masters.has(weight));
+  optimizer.param_groups().push_back(group);
+  weight.mutable_grad() = torch::ones({4}, torch::kBFloat16);
+  masters.take_gradients();
+  masters.step();
+  EXPECT_TRUE(same_bits(weight.detach(), torch::full({4}, 2.5, torch::kBFloat16)));
 }
 
 TEST(MasterWeights, ChangedParametersGiveTheirValuesToTheirMasters) {

@@ -33,10 +33,16 @@ class Masters;
 ///       masters.write_model();
 ///     }
 ///
+/// Parameters may be added to the groups, and get a master at sync() or pull(). They may also be
+/// removed: sync(), pull(), take_gradients(), step() and write_model() notice which ones have left
+/// or come back. A parameter that has left is not trained: its gradient stays in the model, and
+/// another optimizer may change it. If it returns, it has its state again, and its exact value
+/// unless it was changed.
+///
 /// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer except LBFGS,
 /// which is an Error: it evaluates the model inside its step. The optimizer must outlive this
 /// object. The destructor gives the optimizer the model's parameters back, with the state of their
-/// masters; it then trains them in 16 bits. An object that was moved from can only be destroyed.
+/// masters; it then trains them in 16 bits. (The state of parameters that have left is dropped.) An object that was moved from can only be destroyed.
 ///
 /// Tensors that outlive a call are created outside of the caller's c10::InferenceMode. Evaluation
 /// in inference mode between two steps is therefore safe.
@@ -56,7 +62,7 @@ class [[nodiscard]] MasterWeights {
   MasterWeights& operator=(MasterWeights&&) = delete;
   ~MasterWeights();
 
-  /// Number of parameters with a master in this object.
+  /// Number of parameters in the optimizer's groups with a master in this object.
   std::size_t size() const;
 
   /// Moves gradients from the model to the masters: adds model.grad / scale to master.grad, and
@@ -68,7 +74,7 @@ class [[nodiscard]] MasterWeights {
   /// @param inverse_scale  1/scale
   bool take_gradients(float inverse_scale = 1.0F);
 
-  /// Calls visit(parameter, master) for every pair.
+  /// Calls visit(parameter, master) for every parameter in the groups that has a master.
   void for_each(const std::function<void(const at::Tensor& parameter, const at::Tensor& master)>&
                     visit) const;
 
@@ -109,7 +115,8 @@ class [[nodiscard]] MasterWeights {
   /// Returns whether a tensor is one of the masters.
   bool is_master(const at::Tensor& tensor) const;
 
-  /// Returns whether a parameter has a master, as a tensor in this object or split.
+  /// Returns whether a parameter has a master, as a tensor in this object or split. Also true for one
+  /// that has left the optimizer's groups, until it is changed.
   bool has(const at::Tensor& parameter) const;
   /// Returns the fp32 value of a parameter: its master, assembled from its halves if it is split.
   /// Undefined without a master.
