@@ -58,8 +58,8 @@ const at::Tensor& ScaledLoss::value() & {
 void ScaledLoss::backward(const at::Tensor& gradient, bool retain_graph, bool create_graph) {
   value();
   try {
-    // A region around the whole program would lower the products in backward passes of fp32 operators,
-    // and round emulated ones twice.
+    // A region around the whole program would cast in the backward passes of
+    // torch::autograd::Functions, whatever the region of their forward was.
     const DisableCasts as_outside;
     const auto region = custom_backward::region_for(scaled_);
     const events::PhaseScope phase(events::Phase::backward);

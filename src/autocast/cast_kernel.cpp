@@ -9,10 +9,12 @@
 #include "src/autocast/operator_lists.h"
 #include "src/autocast/presets/presets.h"
 #include "src/core/running_statistics.h"
+#include "src/nn/batch_norm_mark.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
@@ -21,6 +23,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <typeinfo>
 #include <vector>
 
 namespace semitone::amp {
@@ -58,6 +61,27 @@ class StatisticsInFp32 {
   std::vector<Statistic> own_;
 };
 
+bool has_batch_norm_mark(std::span<const c10::IValue> arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::IValue& value) {
+    return value.isTensor() && nn::batch_norm_mark(value.toTensor()) != nullptr;
+  });
+}
+
+// Whether this thread computes a derivative by LibTorch's formulas, or by a graph that TorchScript
+// derived. Their dtypes are those of the forward pass: a product in the derivative of an operator
+// that ran in fp32 is in fp32. (torch::autograd::Functions have nodes of other types.)
+bool in_derivative_formula() {
+  if (torch::autograd::get_current_graph_task_id() == -1) return false;
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return false;
+  const torch::autograd::Node& running = *node;
+  // As the Itanium C++ ABI writes the namespaces torch::autograd::generated and torch::jit, and
+  // torch::autograd::CopySlices, which calls the node of an operator that wrote to a view.
+  const std::string_view type = typeid(running).name();
+  return type.starts_with("N5torch8autograd9generated") || type.starts_with("N5torch3jit") ||
+         type == "N5torch8autograd10CopySlicesE";
+}
+
 }  // namespace
 
 CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
@@ -73,7 +97,7 @@ CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType d
       lacks_16bit_(is_aten_ && (is_one_of(name_, kLack16Bits) ||
                                 is_one_of(name_, presets::without_16bit_kernels()))),
       is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
-      is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
+      follows_weights_(is_aten_ && is_one_of(name_, kFollowWeights)),
       fp8_(is_aten_ ? Fp8Operator::find(name_) : std::nullopt),
       compute_(op, name_, device, key) {
   const auto& arguments = op.schema().arguments();
@@ -97,6 +121,10 @@ void CastKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet k
   const std::span<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
   if (is_script_cast_) {
     torch::jit::drop(*stack, count - 1);  // what remains is the tensor itself
+    return;
+  }
+  if (in_derivative_formula()) {
+    compute_.run_uncast(op, keys, stack);
     return;
   }
 
@@ -208,7 +236,10 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
       dtype = static_cast<std::int64_t>(at::kFloat);
     }
   } else {
-    replace_tensors(arguments, [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
+    // A synchronised layer is known by its own weight and running mean.
+    const bool is_marked = !statistics_.empty() && has_batch_norm_mark(arguments);
+    replace_tensors(is_marked ? arguments.first(1) : arguments,
+                    [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
   }
   statistics.note_copies(arguments);
   compute_.run(op, keys, stack, arguments, fast);
@@ -218,7 +249,7 @@ void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet 
 void CastKernel::run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                             Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                             const FastKernel* fast) const {
-  if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
+  if ((is_recurrent_ || follows_weights_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
   if (policy.lowers_mixed() && (lacks_16bit_ || compute_.multiplies_sparse(arguments))) {
     run_in_fp32(op, keys, stack, arguments, cast, fast);
     return;
@@ -260,12 +291,13 @@ void CastKernel::run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet k
 
 void CastKernel::lower_mixed(Arguments arguments, const Caster& cast) const {
   const c10::IValue& first = arguments[0];
-  if (is_row_norm_ && !(first.isTensor() && first.toTensor().scalar_type() == at::kFloat)) return;
+  if (follows_weights_ && !(first.isTensor() && first.toTensor().scalar_type() == at::kFloat))
+    return;
   const auto mixed = Dtypes(arguments, device_).mixed_16bit();
   if (!mixed.has_value()) return;
   const Conversion conversion = conversion_to(*mixed, /*emulated=*/false);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  replace_tensors(arguments,
+  replace_tensors(statistics_.empty() ? arguments : arguments.first(1),
                   [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
 }
 

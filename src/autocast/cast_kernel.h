@@ -67,7 +67,7 @@ class CastKernel final : public c10::OperatorKernel {
   bool widens_mixed_;
   bool lacks_16bit_;
   bool is_recurrent_;
-  bool is_row_norm_;
+  bool follows_weights_;
   std::optional<Fp8Operator> fp8_;
   ComputeKernels compute_;
   std::optional<std::size_t> dtype_argument_;

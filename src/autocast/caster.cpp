@@ -67,6 +67,7 @@ bool is_transposed(const at::Tensor& view, const at::Tensor& weight) {
          view.stride(0) == weight.stride(1) && view.stride(1) == weight.stride(0) &&
          view.storage_offset() == weight.storage_offset() &&
          view.scalar_type() == weight.scalar_type() && view.is_neg() == weight.is_neg() &&
+         !view._fw_grad(/*level=*/0).defined() &&
          (!c10::GradMode::is_enabled() || (!view.requires_grad() && !weight.requires_grad()) ||
           passes_gradient_on(view, weight));
 }
@@ -112,9 +113,11 @@ void Caster::converts_to_fp32(const at::Tensor& tensor) const {
   events::emit(events::Cast{op_, tensor.scalar_type(), at::kFloat, tensor.numel(), false});
 }
 
-// A weight is a tensor that is trained, or to which the policy was bound.
+// A weight is a tensor that is trained, or to which the policy was bound. A copy would not have its
+// tangent.
 bool Caster::is_weight(const at::Tensor& tensor) const {
-  return (tensor.requires_grad() || policy_.is_parameter(tensor)) && CastCache::can_keep(tensor);
+  return (tensor.requires_grad() || policy_.is_parameter(tensor)) &&
+         !tensor._fw_grad(/*level=*/0).defined() && CastCache::can_keep(tensor);
 }
 
 at::Tensor Caster::through_cache(const at::Tensor& tensor, Conversion conversion, bool* hit) const {

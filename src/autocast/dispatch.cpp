@@ -48,6 +48,7 @@ std::vector<c10::OperatorHandle> operators_of_16bit_models() {
   };
   for (const std::string_view name : kWidensMixed) add(name);
   for (const std::string_view name : kLack16Bits) add(name);
+  for (const std::string_view name : kFollowWeights) add(name);
   for (const std::string_view name : presets::without_16bit_kernels()) add(name);
   return operators;
 }

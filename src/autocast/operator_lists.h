@@ -49,8 +49,10 @@ inline constexpr std::array<std::string_view, 16> kLack16Bits{"complex",
 inline constexpr std::array<std::string_view, 8> kRecurrent{
     "gru",      "gru_cell",      "lstm",     "lstm_cell",
     "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell"};
-// Operators that accept 16-bit arguments with fp32 weights, but not fp32 with 16-bit weights.
-inline constexpr std::array<std::string_view, 2> kRowNorms{"layer_norm", "rms_norm"};
+// Operators that LibTorch refuses for fp32 with 16-bit weights. In a model with 16-bit weights, such
+// an input is cast to their dtype. (Normalisation layers accept a 16-bit input with fp32 weights.)
+inline constexpr std::array<std::string_view, 6> kFollowWeights{
+    "batch_norm", "group_norm", "instance_norm", "layer_norm", "prelu", "rms_norm"};
 
 // Whether an operator, or an overload of it, is in a list.
 inline bool is_one_of(std::string_view op, std::span<const std::string_view> names) {

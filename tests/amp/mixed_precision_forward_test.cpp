@@ -244,6 +244,46 @@ TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
   expect_results_of_o0(run, {"O1", "O2"});
 }
 
+// Without Semitone's kernels LibTorch refuses fp32 with 16-bit weights in all of these layers.
+TEST(MixedPrecision, NormalisationLayersTakeFp32WhateverTheirWeightsAre) {
+  struct Norms : torch::nn::Module {
+    Norms() {
+      register_module("group", group);
+      register_module("instance", instance);
+      register_module("layer", layer);
+      register_module("batch", batch);
+      register_module("prelu", prelu);
+    }
+    std::vector<at::Tensor> forward(const at::Tensor& x) {
+      const at::Tensor wide = x.to(torch::kFloat) + 1;
+      return {group(wide), instance(wide), layer(wide), batch(wide), prelu(wide)};
+    }
+    torch::nn::GroupNorm group{torch::nn::GroupNormOptions(2, 4)};
+    torch::nn::InstanceNorm2d instance{torch::nn::InstanceNorm2dOptions(4).affine(true)};
+    torch::nn::LayerNorm layer{torch::nn::LayerNormOptions({6})};
+    torch::nn::BatchNorm2d batch{4};
+    torch::nn::PReLU prelu;
+  };
+  for (const bool fast : {true, false}) {
+    SCOPED_TRACE(fast ? "Semitone's kernels" : "LibTorch's kernels");
+    const auto run = [fast](const std::string& level, ScalarType dtype) {
+      torch::manual_seed(5);
+      const auto model = std::make_shared<Norms>();
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto options = Options(level).dtype(dtype).loss_scale(8);
+      if (!fast && level != "O0") options.policy(CastPolicy::semitone().fast_kernels(false));
+      auto mixed = initialize(model, optimizer, quiet(options));
+      auto results = mixed.forward(model, torch::randn({3, 4, 6, 6}));
+      at::Tensor loss = torch::zeros({});
+      for (const at::Tensor& result : results) loss = loss + result.pow(2).sum();
+      mixed.scale_loss(loss, optimizer).backward();
+      EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+      return results;
+    };
+    expect_results_of_o0(run, {"O1", "O2", "O3"});
+  }
+}
+
 // LibTorch's CPU kernels know fp32 and fp64 only, or are wrong in 16 bits.
 TEST(MixedPrecision, OperatorsWithout16BitKernelsComputeInFp32AtO2) {
   struct Maker : torch::nn::Module {

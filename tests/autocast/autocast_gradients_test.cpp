@@ -11,6 +11,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -69,6 +71,40 @@ TEST_P(AutocastGradients, AreTheSameWhetherBackwardRunsInTheRegionOrAfter) {
   }
   for (std::size_t i = 0; i < gradients[0].size(); ++i)
     expect_bitwise_equal(gradients[0][i], gradients[1][i]);
+}
+
+// Their derivatives have products too.
+TEST_P(AutocastGradients, OfFp32OperatorsAreInFp32WhereverBackwardRuns) {
+  torch::nn::Linear kept(8, 8);
+  const auto x = torch::randn({64, 8}) + 10;  // far from the origin
+  const auto policy = semitone().keep_fp32_params("*").bind(kept);
+  const std::vector<std::function<at::Tensor(const at::Tensor&)>> losses{
+      [](const at::Tensor& w) {
+        return at::linalg_inv(w.slice(0, 0, 8) + 8 * torch::eye(8)).sum();
+      },
+      [&](const at::Tensor& w) { return at::cdist(w, x + 1).mean(); },
+      [&](const at::Tensor& w) {
+        const DisableCasts exact;
+        return at::mm(w, x.t()).square().mean();
+      },
+      [&](const at::Tensor& w) { return kept(w).square().mean(); }};
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    SCOPED_TRACE(i);
+    std::vector<at::Tensor> gradients;
+    for (const bool inside : {false, true}) {
+      const auto w = x.clone().requires_grad_();
+      kept->zero_grad();
+      std::optional<Autocast> region(policy);
+      const auto loss = losses[i](w);
+      if (!inside) region.reset();
+      loss.backward();
+      gradients.push_back(w.grad());
+      if (kept->weight.grad().defined()) gradients.push_back(kept->weight.grad().clone());
+    }
+    ASSERT_EQ(gradients.size(), i == 3 ? 4U : 2U);
+    for (std::size_t k = 0; k < gradients.size() / 2; ++k)
+      expect_bitwise_equal(gradients[k], gradients[k + gradients.size() / 2]);
+  }
 }
 
 TEST_P(AutocastGradients, OfAGradientWork) {

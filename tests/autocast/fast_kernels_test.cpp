@@ -572,6 +572,32 @@ TEST(FastKernels, LeaveCastsOfTracersAndDerivativesToLibTorch) {
   torch::autograd::ForwardADLevel::release_idx(level);
 }
 
+TEST(FastKernels, UseNoCopyOfAWeightThatHasATangent) {
+  torch::manual_seed(0);
+  const torch::NoGradGuard no_grad;
+  const at::Tensor input = torch::randn({4, 16});
+  const at::Tensor weight = leaf(torch::randn({8, 16}));
+  const at::Tensor tangent = torch::randn({8, 16});
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  {
+    const at::Tensor dual = at::_make_dual(weight, tangent, static_cast<std::int64_t>(level));
+    const Autocast region(with_kernels());
+    at::mm(input, weight.t());  // the copy is made
+    for (const bool of_input : {false, true}) {
+      const at::Tensor factor = of_input ? at::_make_dual(input, torch::ones_like(input),
+                                                          static_cast<std::int64_t>(level))
+                                         : input;
+      const at::Tensor got =
+          std::get<1>(at::_unpack_dual(at::mm(factor, dual.t()), static_cast<std::int64_t>(level)));
+      ASSERT_TRUE(got.defined());
+      at::Tensor want = at::mm(input, tangent.t()).to(torch::kFloat);
+      if (of_input) want = want + at::mm(torch::ones_like(input), weight.t()).to(torch::kFloat);
+      expect_close(got.to(torch::kFloat), want, 0.02);
+    }
+  }
+  torch::autograd::ForwardADLevel::release_idx(level);
+}
+
 TEST(FastKernels, LeaveForwardDerivativesToLibTorch) {
   const at::Tensor input = torch::randn({3, 4});
   const auto level = torch::autograd::ForwardADLevel::get_next_idx();

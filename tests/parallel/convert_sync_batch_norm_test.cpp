@@ -330,6 +330,28 @@ void expect_rounded(const at::Tensor& got, const at::Tensor& exact, std::int64_t
                              test::reduction_tolerance(torch::kFloat, terms)));
 }
 
+// The policy computes the layer in fp32, but the marks are on its 16-bit tensors.
+TEST(ConvertSyncBatchNorm, OfA16BitLayerHoldsWhateverThePolicySaysOfBatchNorm) {
+  run_ranks(2, [](Rank&) {
+    const comm::Group group = comm::init();
+    const auto policy = [] { return amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16}); };
+    for (const amp::CastPolicy& edited :
+         {policy().keep_fp32("batch_norm"), policy().widest("batch_norm"),
+          policy().lower("batch_norm"), amp::CastPolicy::none({torch::kCPU, torch::kBFloat16})}) {
+      for (const auto dtype : {torch::kBFloat16, torch::kFloat}) {
+        SCOPED_TRACE(edited.to_code() + c10::str(" ", dtype));
+        torch::nn::BatchNorm2d layer(3);
+        layer->to(torch::kBFloat16);
+        convert_sync_batchnorm(*layer, group);
+        const amp::Autocast region(edited);
+        EXPECT_TRUE(is_synchronised(layer, group, dtype));
+        EXPECT_GT(layer->running_mean.abs().max().item<double>(), 1);
+        EXPECT_EQ(layer->running_mean.scalar_type(), torch::kBFloat16);
+      }
+    }
+  });
+}
+
 // The layer alone, compared with fp64. In the network's results each rounding to 16 bits passes
 // through a ReLU and more layers, so that no bound follows (one process with ConvNet in bf16 has
 // gradients up to 29 % away from those in fp64). LibTorch's BatchNorm is not a reference: it keeps

@@ -92,10 +92,10 @@ class [[nodiscard]] MixedPrecision {
   /// Returns the region in which forward() runs, for losses and for other methods of the models. It
   /// may cover a whole program. The program then needs no change where it calls model->forward(…),
   /// for example in evaluation. At O1 it casts as the policy says. At O2 and O3, fp32 arguments
-  /// that meet 16-bit weights in a matrix product, a recurrent network, a layer norm or an RMS norm
-  /// are cast to 16 bits, since LibTorch refuses mixed dtypes there. The arguments of LibTorch's
-  /// loss functions are cast to fp32. Results keep the dtype of the computation. At O0 it casts
-  /// nothing. ScaledLoss::backward() and step() run without casts, also inside the region.
+  /// that meet 16-bit weights in a matrix product, a recurrent network, a normalisation layer or
+  /// prelu are cast to 16 bits, since LibTorch refuses mixed dtypes there. The arguments of
+  /// LibTorch's loss functions are cast to fp32. Results keep the dtype of the computation. At O0 it
+  /// casts nothing. ScaledLoss::backward() and step() run without casts, also inside the region.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.

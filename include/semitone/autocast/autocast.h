@@ -48,6 +48,8 @@ namespace semitone::amp {
 ///   (at::autocast::cached_cast), is emptied at the same times.
 /// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
 /// - In-place operators and out= overloads are not cast: they run in their output's dtype.
+/// - A backward pass in the region computes as outside: LibTorch's derivatives, and hooks on their
+///   gradients, are not cast. The backward of a torch::autograd::Function is cast, as its forward.
 /// - TorchScript modules are covered, since their operators use the same dispatcher.
 ///
 /// Destroy it on the thread that constructed it, in the reverse order of construction. If the order

@@ -62,8 +62,8 @@ class CastPolicy {
   /// The lists of paddle.amp 3.3, translated to the corresponding ATen operators.
   static CastPolicy paddle(CastTarget target = {}, PaddleLevel level = PaddleLevel::O1);
   /// An empty table, for models with 16-bit weights (O2, O3). A region with it still computes 16-bit
-  /// matrix products by Emulation, casts fp32 that meets 16 bits in products, recurrent networks and
-  /// normalisation layers, and computes in fp32 what LibTorch cannot compute in 16 bits.
+  /// matrix products by Emulation, casts fp32 that meets 16 bits in products, recurrent networks,
+  /// normalisation layers and prelu, and computes in fp32 what LibTorch cannot compute in 16 bits.
   static CastPolicy none(CastTarget target = {});
   /// Returns the preset with this name. Error for a name that is not in preset_names().
   static CastPolicy by_name(std::string_view name, CastTarget target = {});
