@@ -66,7 +66,10 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   settle_others();
   state.hide_gradients();
   const bool before = std::exchange(state.named_only, true);
-  const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
+  const auto clean_up = c10::make_scope_exit([&] {
+    state.named_only = before;
+    show_gradients_of_others();
+  });
   const Batch here = moved_to_device(batch);
   if (graph == nullptr) return run_eagerly(here);
   const CaptureScope scope;
@@ -92,6 +95,12 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   if (warm_steps < options.warmup()) return warm_up(here);
   if (captured == nullptr) capture(here);
   return replay(here);
+}
+
+// The program may clip them, or zero them.
+void CapturedStep::Impl::show_gradients_of_others() {
+  for (State::OptimizerRecord& other : state.optimizers)
+    if (&other != &record && other.masters.has_value()) other.masters->show_gradients();
 }
 
 CapturedStep::Result CapturedStep::Impl::warm_up(const Batch& batch) {

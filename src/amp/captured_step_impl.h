@@ -131,6 +131,7 @@ struct CapturedStep::Impl {
   std::vector<bool> trained() const;
   std::vector<at::Tensor> find_others() const;
   std::vector<at::Tensor> find_elsewhere() const;
+  void show_gradients_of_others();
 
   MixedPrecision& mixed;
   State& state;

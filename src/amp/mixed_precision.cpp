@@ -180,7 +180,8 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
   impl().ran[index] = true;
   impl().require_no_step_past("forward");
   impl().sync("forward");
-  if (at::GradMode::is_enabled()) impl().refresh_gradients(&impl().models[index], "forward");
+  if (at::GradMode::is_enabled() && !Impl::in_backward_pass())
+    impl().refresh_gradients(&impl().models[index], "forward");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().forward_in_region) region->autocast.emplace(*impl().policy);
@@ -192,7 +193,8 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
   impl().ran_elsewhere = true;
   impl().require_no_step_past("call");
   impl().sync("call");
-  if (at::GradMode::is_enabled()) impl().refresh_gradients(nullptr, "call");
+  if (at::GradMode::is_enabled() && !Impl::in_backward_pass())
+    impl().refresh_gradients(nullptr, "call");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().policy.has_value()) region->autocast.emplace(*impl().policy);

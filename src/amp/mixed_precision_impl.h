@@ -213,6 +213,7 @@ struct MixedPrecision::Impl {
   std::atomic<std::int64_t> uses = 0;  // the number of such calls
 
   void note_use();
+  static bool in_backward_pass();
   bool has_scaled_gradients() const;
 
   // Lets owner_of() find this object by its optimizers.
@@ -277,6 +278,7 @@ struct MixedPrecision::Impl {
   // Finds the optimizers that share parameters, again when groups have changed. Error for master
   // weights of a parameter that two optimizers have.
   void find_shared_parameters(const char* caller);
+  void pass_on_masters();
   // Before each scaled loss, since a program may register further layers.
   void find_free_parameters();
 
@@ -345,6 +347,8 @@ struct MixedPrecision::Impl {
   // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other
   // 16-bit memory.
   void take_loaded(const char* caller);
+  // The masters among which a parameter's is, or null.
+  Masters* masters_of(const at::Tensor& parameter);
 
  private:
   void require_own_dtypes(const char* caller) const;
@@ -353,8 +357,6 @@ struct MixedPrecision::Impl {
   void require_dtypes_as_left(const char* caller) const;
 
   void convert_loaded(const std::vector<const LowTensor*>& loaded);
-  // The masters among which a parameter's is, or null.
-  Masters* masters_of(const at::Tensor& parameter);
 };
 
 }  // namespace semitone::amp

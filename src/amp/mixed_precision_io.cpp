@@ -117,12 +117,8 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
   Fp32Weights scope(std::move(saved));  // ends if a cast throws
 
   const auto find = [&](const at::Tensor& tensor) -> std::pair<Masters*, at::Tensor> {
-    for (auto& optimizer : impl().optimizers) {
-      if (!optimizer.masters.has_value()) continue;
-      if (at::Tensor master = optimizer.masters->master_of(tensor); master.defined()) {
-        return {&*optimizer.masters, master};
-      }
-    }
+    if (Masters* const masters = impl().masters_of(tensor))
+      return {masters, masters->master_of(tensor)};
     // Tensors that share memory still share it afterwards.
     for (const auto& item : items) {
       if (same_memory(item.low, tensor)) return {nullptr, item.tensor};
@@ -234,6 +230,7 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   };
   // Values from torch::load first: the memory that it leaves would be read as theirs once more.
   if (impl().fp32_scopes == 0) impl().take_loaded("load");
+  impl().find_shared_parameters("load");
   // Everything is read before anything else is changed.
   impl().settle();
   std::vector<std::vector<at::Tensor>> masters(impl().optimizers.size());

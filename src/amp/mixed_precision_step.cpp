@@ -207,8 +207,10 @@ void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
   require_unchanged_since_clipping(record, "step");
   settle();
   pull("step");
-  record.watch.stop();
   record.watched = false;
+  // Other optimizers' parameters change too, if they are shared.
+  for (OptimizerRecord& each : optimizers)
+    if (each.component == record.component) each.watch.stop();
   if (record.masters.has_value()) record.masters->hide_gradients();
   drop_stale_results(record);
   warn_of_gradients(record);

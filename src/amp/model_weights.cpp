@@ -132,9 +132,13 @@ void MixedPrecision::Impl::list_low_tensors() {
   }
 }
 
+// A parameter that was moved from one optimizer to another has a master in both for a while.
 Masters* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
-  for (OptimizerRecord& record : optimizers) {
-    if (record.masters.has_value() && record.masters->has(parameter)) return &*record.masters;
+  for (const auto counts : {&Masters::trains, &Masters::has}) {
+    for (OptimizerRecord& record : optimizers) {
+      if (record.masters.has_value() && ((*record.masters).*counts)(parameter))
+        return &*record.masters;
+    }
   }
   return nullptr;
 }

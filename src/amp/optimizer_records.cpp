@@ -2,6 +2,8 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/autocast/model_entries.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -50,6 +52,7 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
   }
   if (parameters_seen == parameters) return;
   if (exact != nullptr) list_low_tensors();  // null without mixed precision
+  pass_on_masters();
   std::unordered_map<const c10::TensorImpl*, OptimizerRecord*> owners;
   for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
   for (OptimizerRecord& record : optimizers) {
@@ -72,6 +75,35 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
   parameters_seen = std::move(parameters);
 }
 
+// Where a program has taken parameters from one optimizer and given them to another.
+void MixedPrecision::Impl::pass_on_masters() {
+  // A group that was given away has the masters of the first optimizer.
+  for (OptimizerRecord& record : optimizers) {
+    for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, at::Tensor& place) {
+      for (const OptimizerRecord& other : optimizers) {
+        if (&other == &record || !other.masters.has_value()) continue;
+        if (const at::Tensor moved = other.masters->parameter_of(place); moved.defined())
+          place = moved;
+      }
+    });
+  }
+  for (OptimizerRecord& record : optimizers)
+    if (record.masters.has_value()) record.masters->follow_groups();
+  for (OptimizerRecord& record : optimizers) {
+    if (!record.masters.has_value()) continue;
+    Masters::ExactValues values;
+    record.for_each_without_master([&](const at::Tensor& parameter) {
+      for (const OptimizerRecord& other : optimizers) {
+        if (&other == &record || !other.masters.has_value() || other.masters->trains(parameter))
+          continue;
+        if (const at::Tensor master = other.masters->master_of(parameter); master.defined())
+          values.emplace(parameter.unsafeGetTensorImpl(), master.detach().clone());
+      }
+    });
+    if (!values.empty()) record.masters->adopt(values);
+  }
+}
+
 void MixedPrecision::Impl::find_free_parameters() {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const OptimizerRecord& record : optimizers) {
@@ -86,9 +118,14 @@ void MixedPrecision::Impl::find_free_parameters() {
   }
 }
 
+// A backward pass that computes a forward again does not use the object for something else.
 void MixedPrecision::Impl::note_use() {
   used_by = std::this_thread::get_id();
-  ++uses;
+  if (!in_backward_pass()) ++uses;
+}
+
+bool MixedPrecision::Impl::in_backward_pass() {
+  return torch::autograd::get_current_graph_task_id() != -1;
 }
 
 void MixedPrecision::Impl::own_optimizers() {

@@ -4,6 +4,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/recompute/checkpoint.h"
 #include "tests/amp/training_idioms_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
@@ -112,6 +113,29 @@ TEST(SeveralObjects, StepOnUnscaledGradientsOfOneLoss) {
   }
 }
 
+// The backward pass runs the generator's forward again.
+TEST(SeveralObjects, StepOnUnscaledGradientsOfARecomputedForward) {
+  const auto train = [](Pair& pair, int losses) {
+    for (int i = 0; i < losses; ++i) {
+      const at::Tensor made = nn::checkpoint([&](const at::Tensor& x) { return pair.generator(x); },
+                                             torch::ones({1, 4}));
+      pair.critic.mixed->scale_loss(pair.critic(made).sum(), *pair.critic.optimizer).backward();
+    }
+    EXPECT_EQ(pair.critic.mixed->step(*pair.critic.optimizer), Step::stepped);
+    EXPECT_EQ(pair.generator.mixed->step(*pair.generator.optimizer), Step::stepped);
+  };
+  for (const std::string level : {"O1", "O2", "O3"}) {
+    SCOPED_TRACE(level);
+    const int losses = level == "O2" ? 2 : 1;  // elsewhere a second one adds to the model's
+    Pair plain(Options("O0"));
+    train(plain, losses);
+    Pair pair(scaled_by(level, torch::kHalf, "128"));
+    train(pair, losses);
+    expect_bitwise_equal(pair.critic.weight(), plain.critic.weight());
+    expect_bitwise_equal(pair.generator.weight(), plain.generator.weight());
+  }
+}
+
 TEST(SeveralObjects, KeepTheirGradientsInACapturedStepOfAnother) {
   for (const std::string level : {"O0", "O1", "O2", "O3"}) {
     SCOPED_TRACE(level);
@@ -133,6 +157,30 @@ TEST(SeveralObjects, KeepTheirGradientsInACapturedStepOfAnother) {
     const auto weight = critic.weight();
     EXPECT_EQ(critic.mixed->step(*critic.optimizer), Step::stepped);
     expect_bitwise_equal(critic.weight(), weight - 0.125);
+  }
+}
+
+TEST(SeveralOptimizers, SeeTheirGradientsAfterACapturedStepOfAnother) {
+  for (const std::string level : {"O1", "O2"}) {
+    SCOPED_TRACE(level);
+    torch::nn::Linear first(4, 4);
+    torch::nn::Linear second(4, 4);
+    optim::FusedSGD of_first(first->parameters(), optim::FusedSGDOptions(0.125));
+    optim::FusedSGD of_second(second->parameters(), optim::FusedSGDOptions(0.125));
+    auto mixed = initialize({first, second}, {of_first, of_second},
+                            scaled_by(level, torch::kHalf, "128").verbosity(0));
+    CapturedStep step(mixed, of_second, [&](const std::vector<at::Tensor>& batch) {
+      return mixed.forward(second, batch[0]).sum();
+    });
+    mixed.scale_loss(mixed.forward(first, torch::ones({1, 4})).sum(), of_first).backward();
+    const at::Tensor before = first->weight.grad().clone();
+    step.run({torch::ones({1, 4})});
+    ASSERT_TRUE(first->weight.grad().defined());
+    expect_bitwise_equal(first->weight.grad(), before);
+    const at::Tensor weight = mixed.master_params(of_first)[0].detach().clone();
+    first->weight.grad().zero_();
+    EXPECT_EQ(mixed.step(of_first), Step::stepped);
+    expect_bitwise_equal(mixed.master_params(of_first)[0].detach(), weight);
   }
 }
 

@@ -247,6 +247,90 @@ TEST(OptimizersWhoseParametersAreReplaced, GetUnscaledGradients) {
   }
 }
 
+TEST(OptimizersThatShareParameters, MayStepAtDifferentTimes) {
+  torch::nn::Linear encoder(4, 4);
+  torch::nn::Linear left(4, 1);
+  torch::nn::Linear right(4, 1);
+  const auto both = [&](const torch::nn::Linear& head) {
+    auto parameters = encoder->parameters();
+    for (const at::Tensor& parameter : head->parameters()) parameters.push_back(parameter);
+    return parameters;
+  };
+  torch::optim::SGD of_left(both(left), 0.125);
+  torch::optim::SGD of_right(both(right), 0.125);
+  auto mixed = initialize({encoder, left, right}, {of_left, of_right},
+                          scaled_by("O1", torch::kHalf, "128").verbosity(0));
+  for (int i = 0; i < 2; ++i) {
+    const at::Tensor hidden = mixed.forward(encoder, torch::ones({2, 4}));
+    const at::Tensor loss = mixed.forward(left, hidden).sum() + mixed.forward(right, hidden).sum();
+    mixed.scale_loss(loss, {of_left, of_right}).backward();
+    EXPECT_EQ(mixed.step(of_left), Step::stepped);
+    if (i == 1) {
+      EXPECT_EQ(mixed.step(of_right), Step::stepped);
+    }
+  }
+}
+
+// A layer that a second optimizer trains from now on.
+TEST(OptimizersThatShareParameters, MayPassThemOn) {
+  for (const std::string level : kLevels) {
+    for (const bool as_group : {false, true}) {
+      SCOPED_TRACE(level + (as_group ? ", the group itself" : ", its parameters"));
+      Parts parts(scaled_by(level, torch::kBFloat16, "128"));
+      parts.first->param_groups()[0].options().set_lr(0.001);  // not exact in 16 bits
+      const auto exact = [&] {
+        const auto weights = parts.mixed->fp32_weights(parts.encoder);
+        return parts.encoder->weight.detach().clone();
+      };
+      const auto step = [&](const OptimizerRefs& optimizers) {
+        parts.encoder->zero_grad();
+        parts.head->zero_grad();
+        parts.mixed->scale_loss(parts.loss(), optimizers).backward();
+        for (torch::optim::Optimizer& optimizer : optimizers) {
+          EXPECT_EQ(parts.mixed->step(optimizer), Step::stepped);
+          optimizer.zero_grad();
+        }
+      };
+      step({*parts.first, *parts.second});
+      const auto group = parts.first->param_groups().back();
+      parts.first->param_groups().clear();
+      if (as_group) {
+        parts.second->param_groups().push_back(group);
+      } else {
+        parts.second->add_param_group(
+            torch::optim::OptimizerParamGroup(parts.encoder->parameters()));
+      }
+      auto& options = parts.second->param_groups()[1].options();
+      options.set_lr(0);
+      const at::Tensor before = exact();
+      step({*parts.second});
+      EXPECT_TRUE(torch::equal(exact(), before)) << "by the second one's rate";
+      options.set_lr(0.125);
+      step({*parts.second});
+      EXPECT_FALSE(torch::equal(exact(), before));
+    }
+  }
+}
+
+// For files and averages too.
+TEST(MasterParams, OfALayerThatIsTrainedNoMoreStayExact) {
+  for (const auto& make : {sgd(0.001), fused_sgd(0.001)}) {
+    Training trained(with_scale("O2", torch::kBFloat16), make);
+    trained.backward();
+    EXPECT_EQ(trained.step(), Step::stepped);
+    const at::Tensor exact = trained.masters().at(0).detach().clone();
+    const at::Tensor weight = trained.model->parameters()[0];
+    ASSERT_FALSE(torch::equal(exact, weight.detach().to(torch::kFloat)));
+    auto& places = trained.optimizer->param_groups()[0].params();
+    places.erase(places.begin());
+    trained.backward();
+    EXPECT_EQ(trained.step(), Step::stepped);
+    EXPECT_TRUE(weight.grad().defined()) << "nothing has taken it";
+    const auto exact_weights = trained.mixed->fp32_weights(trained.model);
+    expect_bitwise_equal(weight.detach(), exact);
+  }
+}
+
 // What clipping by master_params() has to see.
 TEST(MasterParams, HaveGradientsByHandToo) {
   for (const auto& make : {sgd(0.5), fused_sgd(0.5)}) {
