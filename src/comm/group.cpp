@@ -94,17 +94,26 @@ void Group::barrier() const {
   wait_for_all(*impl_);
 }
 
+namespace {
+
+// @param name  new for each use
+void wait_for_members(const Group::Impl& group, const std::string& name,
+                      std::chrono::milliseconds timeout, const char* caller) {
+  const auto missing = group.watch->barrier(name, group.members, timeout, caller);
+  if (missing.empty()) return;
+  throw CommError(std::string("comm.") + caller,
+                  fmt::format("all {} ranks within {}", group.size,
+                              seconds(std::chrono::duration<double>(timeout).count())),
+                  "no sign of " + name_ranks(missing), "check these ranks", missing);
+}
+
+}  // namespace
+
 void Group::monitored_barrier(std::chrono::milliseconds given) const {
-  constexpr auto kName = "monitored_barrier";
   if (impl_->process_group == nullptr) return;
   const auto timeout = std::max(limited(given), std::chrono::milliseconds(0));
   const std::string name = fmt::format("{} {}", impl_->name, impl_->barriers++);
-  const auto missing = impl_->watch->barrier(name, impl_->members, timeout, kName);
-  if (missing.empty()) return;
-  throw CommError(std::string("comm.") + kName,
-                  fmt::format("all {} ranks within {}", size(),
-                              seconds(std::chrono::duration<double>(timeout).count())),
-                  "no sign of " + name_ranks(missing), "check these ranks", missing);
+  wait_for_members(*impl_, name, timeout, "monitored_barrier");
 }
 
 namespace {
@@ -118,6 +127,7 @@ Group make_subgroup(Group::Impl& from, const std::vector<int>& ranks, const std:
     auto alone = std::make_shared<Group::Impl>();
     alone->device = device;
     alone->options = from.options;
+    alone->members = {from.members[static_cast<std::size_t>(from.rank)]};
     return Group(std::move(alone));
   }
   auto impl = std::make_shared<Group::Impl>(from);
@@ -134,6 +144,8 @@ Group make_subgroup(Group::Impl& from, const std::vector<int>& ranks, const std:
   impl->subgroups = impl->barriers = 0;
   impl->transport.reset();
   impl->process_group.reset();
+  // The transport, which connects the ranks, waits for a minute only.
+  wait_for_members(*impl, impl->name + " is made", impl->options.timeout(), "subgroup");
   connect(*impl);
   return Group(std::move(impl));
 }

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -47,6 +48,14 @@ void wait_for_all(const Group::Impl& group);
 // The c10d group behind a Group, for c10d::Reducer. Null for a single process.
 inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) {
   return group.impl()->process_group;
+}
+
+// The number of one of a group's ranks in the group of all processes, by which errors name it.
+inline int number_in_all(const Group& group, int rank) {
+  return group.impl()->members.at(static_cast<std::size_t>(rank));
+}
+inline int number_in_all(const Group& group) {
+  return number_in_all(group, group.rank());
 }
 
 // A group of the same ranks whose messages are sent by the CPU, for a thread of the library beside

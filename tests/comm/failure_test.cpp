@@ -526,6 +526,20 @@ TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
   expect_errors(results, {2}, "2;", "rank 2 lost: its process has ended");
 }
 
+// They wait for the timeout of the group, not for the transport's. Named by the ranks of all.
+TEST(Subgroups, NameTheRanksThatDoNotCome) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    const Group group = init("env://", quick().timeout(seconds(3)));
+    if (rank.number() == 1) report_error(rank, [&] { group.subgroup({1, 2}); });
+    rank.meet();
+  });
+  ASSERT_EQ(results[1].reports.size(), 2U);
+  EXPECT_EQ(results[1].reports[0], "2;");
+  EXPECT_THAT(results[1].reports[1],
+              AllOf(HasSubstr("[comm.subgroup] expected all 2 ranks within 3 s"),
+                    HasSubstr("no sign of rank 2")));
+}
+
 // The other ranks are done and leave; a rank that dies on its way out does not affect them.
 TEST(Loss, AtTheVeryEndHarmsNoOther) {
   RankOptions options;

@@ -169,7 +169,8 @@ class Group {
   /// Returns a group of some of this group's ranks, numbered from 0 in the order of the list.
   /// Errors name ranks by their numbers in the group of all processes, as returned by init. Every
   /// rank of this group calls it with the same list. A rank that is not in the list gets a group of
-  /// one process.
+  /// one process. The others wait for each other: CommError names those that do not come within
+  /// InitOptions::timeout.
   /// @param ranks  ascending, without duplicates. Error otherwise.
   Group subgroup(const std::vector<int>& ranks) const;
 
