@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/process_group.h"
 
 #include <c10/util/DimVector.h>
 #include <c10/util/StringUtil.h>
@@ -35,8 +36,10 @@ std::vector<Property> from_text(const std::string& text) {
   return properties;
 }
 
-// The difference of this rank from rank 0; empty if there is none.
-std::string difference(const std::vector<Property>& mine, const std::vector<Property>& first) {
+// The difference of this rank from the group's first; empty if there is none.
+// @param number  of the first in the group of all processes
+std::string difference(const std::vector<Property>& mine, const std::vector<Property>& first,
+                       int number) {
   const auto by_name = [](const std::vector<Property>& properties) {
     std::unordered_map<std::string, std::string> values;
     for (const Property& property : properties) values.emplace(property.name, property.value);
@@ -45,9 +48,11 @@ std::string difference(const std::vector<Property>& mine, const std::vector<Prop
   const auto theirs = by_name(first);
   for (const Property& property : mine) {
     const auto same = theirs.find(property.name);
-    if (same == theirs.end()) return property.name + ", which rank 0 does not have";
+    if (same == theirs.end())
+      return fmt::format("{}, which rank {} does not have", property.name, number);
     if (same->second != property.value) {
-      return fmt::format("{} is {}, on rank 0 {}", property.name, property.value, same->second);
+      return fmt::format("{} is {}, on rank {} {}", property.name, property.value, number,
+                         same->second);
     }
   }
   const auto own = by_name(mine);
@@ -56,7 +61,7 @@ std::string difference(const std::vector<Property>& mine, const std::vector<Prop
   }
   for (std::size_t i = 0; i < mine.size(); ++i) {
     if (mine[i].name != first[i].name) {
-      return fmt::format("{} where rank 0 has {}", mine[i].name, first[i].name);
+      return fmt::format("{} where rank {} has {}", mine[i].name, number, first[i].name);
     }
   }
   return {};
@@ -66,14 +71,18 @@ std::string difference(const std::vector<Property>& mine, const std::vector<Prop
 
 void require_agreement(const std::vector<Property>& mine, std::string problem,
                        const comm::Group& group, const Disagreement& error) {
+  const auto number_of = [&](std::size_t rank) {
+    return comm::number_in_all(group, static_cast<int>(rank));
+  };
   const std::string first = group.broadcast(to_text(mine));
-  if (problem.empty()) problem = difference(mine, from_text(first));
+  if (problem.empty()) problem = difference(mine, from_text(first), number_of(0));
   const auto problems = group.all_gather(problem);
   std::string list;
   int named = 0;
   for (std::size_t rank = 0; rank < problems.size(); ++rank) {
     if (problems[rank].empty() || ++named > kMostNamed) continue;
-    list += fmt::format("{}on rank {}: {}", list.empty() ? "" : "; ", rank, problems[rank]);
+    list +=
+        fmt::format("{}on rank {}: {}", list.empty() ? "" : "; ", number_of(rank), problems[rank]);
   }
   if (named > kMostNamed) list += fmt::format("; and on {} more ranks", named - kMostNamed);
   if (!list.empty()) throw Error(error.component, error.expected, list, error.remedy);

@@ -137,10 +137,13 @@ std::vector<std::size_t> indices_without_gradient(std::string_view message) {
   }
 }
 
-// Whether the backward pass under way is that of torch::autograd::grad, which changes no gradient.
+// Whether the backward pass under way is that of torch::autograd::grad, which changes no gradient:
+// it captures them. backward() with a list of inputs captures none.
 bool computes_only_some() {
   const auto* const part = torch::autograd::get_current_graph_task_exec_info();
-  return part != nullptr && !part->empty();
+  return part != nullptr && std::ranges::any_of(*part, [](const auto& node) {
+           return node.second.captures_ != nullptr;
+         });
 }
 
 class BucketedReduction final : public Reduction {
@@ -198,10 +201,11 @@ class BucketedReduction final : public Reduction {
 
   void before_forward() override {
     if (learns() && has_gradients_) {
-      throw Error(kDdp, "gradients that are reduced at the end of backward",
-                  fmt::format("those of the first step on rank {} were not", group_.rank()),
-                  "with static_graph(true), the first step's loss must come from ddp.forward()'s "
-                  "results; or use find_unused_parameters(true)");
+      throw Error(
+          kDdp, "gradients that are reduced at the end of backward",
+          fmt::format("those of the first step on rank {} were not", comm::number_in_all(group_)),
+          "with static_graph(true), the first step's loss must come from ddp.forward()'s "
+          "results; or use find_unused_parameters(true)");
     }
     // Not before the first step, which would also count the gradients of no_sync().
     if (!std::exchange(started_, true) && options_.static_graph()) reducer_->set_static_graph();
@@ -260,14 +264,15 @@ class BucketedReduction final : public Reduction {
     if (computes_only_some() || !reducer_->is_unused(index)) return;
     throw Error(kDdp, "a loss of ddp.forward()'s results alone, with find_unused_parameters(true)",
                 fmt::format("a gradient for '{}', which takes no part in them, on rank {}",
-                            model_.parameters[index].name, group_.rank()),
+                            model_.parameters[index].name, comm::number_in_all(group_)),
                 "return what the loss needs from forward; or use delay_allreduce(true)");
   }
 
   void on_gradient(std::size_t index) override {
     if (!reducer_->expects_gradients()) {
       throw Error(kDdp, "one backward pass for each ddp.forward()",
-                  fmt::format("more gradients on rank {} after all were reduced", group_.rank()),
+                  fmt::format("more gradients on rank {} after all were reduced",
+                              comm::number_in_all(group_)),
                   "add losses and call backward once");
     }
     if (!learns()) return;
@@ -335,7 +340,8 @@ class BucketedReduction final : public Reduction {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!sparse_[i] || parameters_[i].grad().defined()) continue;
       throw Error(kDdp, "a gradient for each parameter with sparse ones, with static_graph(true)",
-                  fmt::format("none for '{}' on rank {}", model_.parameters[i].name, group_.rank()),
+                  fmt::format("none for '{}' on rank {}", model_.parameters[i].name,
+                              comm::number_in_all(group_)),
                   "use find_unused_parameters(true) in its place, or layers with sparse(false)");
     }
   }
@@ -398,10 +404,10 @@ class BucketedReduction final : public Reduction {
   [[noreturn]] void explain(const c10::Error& error) const {
     const std::string message = error.what_without_backtrace();
     if (options_.static_graph()) {
-      throw Error(
-          kDdp, "the first step's graph in every step, with static_graph(true)",
-          fmt::format("fewer gradients in the last backward pass on rank {}", group_.rank()),
-          "use find_unused_parameters(true) or delay_allreduce(true)");
+      throw Error(kDdp, "the first step's graph in every step, with static_graph(true)",
+                  fmt::format("fewer gradients in the last backward pass on rank {}",
+                              comm::number_in_all(group_)),
+                  "use find_unused_parameters(true) or delay_allreduce(true)");
     }
     std::vector<std::string> unused;
     for (const std::size_t index : indices_without_gradient(message)) {
@@ -410,7 +416,7 @@ class BucketedReduction final : public Reduction {
     if (unused.empty()) throw;
     throw Error(
         kDdp, "a gradient for every parameter in the last backward pass",
-        fmt::format("none for {} on rank {}", fmt::join(unused, ", "), group_.rank()),
+        fmt::format("none for {} on rank {}", fmt::join(unused, ", "), comm::number_in_all(group_)),
         "use all of forward's results in the loss; or set find_unused_parameters(true) for "
         "parameters that take no part in some steps, static_graph(true) for those that take "
         "none in any, or delay_allreduce(true)");

@@ -18,6 +18,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -30,6 +31,7 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <unordered_set>
 #include <utility>
@@ -188,7 +190,8 @@ struct ReplicaSync::Impl {
   void forget_gradients();
   std::vector<at::Tensor> listen_to(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
-  void at_end_of_backward();
+  void require_first_pass() const;
+  void at_end_of_backward(int task);
   void clear_marks();
   void end_local_with_this_pass();
   std::uint64_t weights_version() const;
@@ -256,6 +259,8 @@ struct ReplicaSync::Impl {
   // the pass, or earlier by an exception. A pass inside another one does not end it.
   std::weak_ptr<const int> under_way;
   std::weak_ptr<const int> local_under_way;  // as above, for a pass in Mode::local
+  // Autograd's number of the last pass, if it has left out gradients that the forward expects.
+  std::optional<int> partial_pass;
   // The last forward, or its backward pass, threw: the next forward replaces it.
   bool repeats_step = false;
   // The weights of the last ddp.forward() that sent buffers. Its backward passes use them too: none
@@ -340,6 +345,18 @@ void ReplicaSync::Impl::follow(std::size_t index) {
   hooks[index] = hook_on(std::move(accumulator), index);
 }
 
+// The gradients of an earlier pass that left some out are not reduced yet. An optimizer may have
+// stepped with them. Passes have ascending numbers: a lower one is the pass around the earlier one.
+void ReplicaSync::Impl::require_first_pass() const {
+  if (!partial_pass.has_value() || torch::autograd::get_current_graph_task_id() <= *partial_pass)
+    return;
+  throw Error(kDdp, "one backward pass for each ddp.forward()",
+              fmt::format("a second one on rank {}, for parameters that the first left out: the "
+                          "gradients of the first are not reduced yet",
+                          comm::number_in_all(group)),
+              "add losses and call backward once; or use delay_allreduce(true)");
+}
+
 // Autograd has a thread for each device of the model.
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
   const std::scoped_lock lock(gradients_mutex);
@@ -370,13 +387,14 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   }
   const bool begins = under_way.expired();
   if (begins && end_queued) begin_backward_again();
+  if (begins) require_first_pass();
   if (begins && mode == Mode::idle) check_own_forward();
   set_mode(Mode::reduced);
   awaits_gradients = false;
   if (begins) reduction->begin_backward();
   reduction->on_gradient(index);
   if (!begins) return;
-  const auto pass = std::make_shared<const int>(0);
+  const auto pass = std::make_shared<const int>(torch::autograd::get_current_graph_task_id());
   under_way = pass;
   end_queued = true;
   // Queued twice, so that the reduction's own callbacks, which wait for the other ranks, run in
@@ -386,19 +404,23 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
     if (events::listening())
       waiting = std::make_shared<const events::PhaseScope>(events::Phase::communication);
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [this, waiting = std::move(waiting)]() mutable {
+        [this, pass, waiting = std::move(waiting)]() mutable {
           waiting.reset();
-          at_end_of_backward();
+          at_end_of_backward(*pass);
         });
   });
 }
 
-void ReplicaSync::Impl::at_end_of_backward() {
+// @param task  autograd's number of the pass
+void ReplicaSync::Impl::at_end_of_backward(int task) {
   const std::scoped_lock lock(gradients_mutex);
   end_queued = false;
   under_way.reset();
-  const bool finished = reduction->finished();
-  if (!finished) return;
+  if (!reduction->finished()) {
+    // A pass inside a node of another one, as of activation checkpointing, is followed by more.
+    if (torch::autograd::get_current_node() == nullptr) partial_pass = task;
+    return;
+  }
   set_mode(Mode::idle);
   clear_marks();
 }
@@ -468,7 +490,7 @@ void ReplicaSync::Impl::check_own_forward() {
 void ReplicaSync::Impl::begin_backward_again() {
   if (!options.delay_allreduce()) {
     throw Error(kDdp, "another ddp.forward() after a backward pass that threw",
-                fmt::format("the same backward pass again on rank {}", group.rank()),
+                fmt::format("the same backward pass again on rank {}", comm::number_in_all(group)),
                 "repeat the step from ddp.forward() on; with delay_allreduce(true), backward alone "
                 "may be repeated");
   }
@@ -477,7 +499,7 @@ void ReplicaSync::Impl::begin_backward_again() {
     throw Error(
         kDdp, "steps that are repeated with ddp.forward()",
         fmt::format("a step with the model's own forward on rank {}, after one that threw",
-                    group.rank()),
+                    comm::number_in_all(group)),
         "end this process, so that the other ranks notice, and resume from a checkpoint; steps "
         "with ddp.forward() may be repeated");
   }
@@ -489,7 +511,7 @@ void ReplicaSync::Impl::forget_gradients() {
   if (!reduction->forget_backward()) {
     throw Error(kDdp, "backward passes that end without an exception",
                 fmt::format("one on rank {} that threw after part of its gradients had been sent",
-                            group.rank()),
+                            comm::number_in_all(group)),
                 "end this process, so that the other ranks notice, and resume from a checkpoint; "
                 "with delay_allreduce(true) nothing is sent before backward is done");
   }
@@ -572,9 +594,10 @@ std::int64_t ReplicaSync::Impl::announce(bool has_input) {
       joining->options.throw_on_early_termination()) {
     const auto rank = all_reduce(has_input ? -1 : group.rank(), c10d::ReduceOp::MAX);
     joining->ended = true;
-    throw Error("parallel.join", "as many batches on every rank",
-                fmt::format("none left on rank {}", rank),
-                "give all ranks the same number, or set throw_on_early_termination to false");
+    throw Error(
+        "parallel.join", "as many batches on every rank",
+        fmt::format("none left on rank {}", comm::number_in_all(group, static_cast<int>(rank))),
+        "give all ranks the same number, or set throw_on_early_termination to false");
   }
   if (has_input && !joining->options.divide_by_initial_world_size())
     reduction->divide_by(live.work);
@@ -774,6 +797,7 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   if (impl_->alone() || !at::GradMode::is_enabled()) return outputs;
   impl_->end_queued = false;
   impl_->under_way.reset();
+  impl_->partial_pass.reset();
   if (impl_->joining.has_value()) impl_->joining->announced = false;
   if (*impl_->unsynced > 0) {
     impl_->abandoned = impl_->awaits_gradients;
@@ -860,7 +884,7 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
         log()->warn(
             "rank {} has had no input for {} steps while other ranks continue: distribute the data "
             "evenly",
-            impl_->group.rank(), steps);
+            comm::number_in_all(impl_->group), steps);
       }
       impl_->shadow_step();
       was_last = false;

@@ -58,9 +58,10 @@ std::string unfitness(const ModelTensors& model, const comm::Group& group,
     for (const auto& entry : *entries) {
       std::string unfit = unfit_to_send(entry.tensor, "'" + entry.name + "'", group);
       if (!unfit.empty()) return unfit;
-      if (entry.sparse_gradient && (options.delay_allreduce() || options.comm_hook() != nullptr ||
-                                    options.allreduce_always_fp32() || options.compress() ||
-                                    options.gradient_predivide_factor())) {
+      const bool is_sparse = entry.sparse_gradient && entry.tensor.requires_grad();
+      if (is_sparse && (options.delay_allreduce() || options.comm_hook() != nullptr ||
+                        options.allreduce_always_fp32() || options.compress() ||
+                        options.gradient_predivide_factor())) {
         return fmt::format("'{}' with a sparse gradient, which only the plain mean can take",
                            entry.name);
       }

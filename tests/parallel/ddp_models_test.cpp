@@ -208,6 +208,47 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
   });
 }
 
+// As the errors of comm do.
+TEST(Models, OfASubgroupThatDifferAreNamedByTheRanksOfAll) {
+  run_ranks(4, [](Rank& rank) {
+    const comm::Group all = comm::init();
+    const comm::Group pair = all.split(2);
+    torch::nn::Linear model(3, rank.number() == 3 ? 5 : 4);
+    if (rank.number() < 2) {
+      DistributedDataParallel ddp(model, pair);
+      return;
+    }
+    expect_error([&] { DistributedDataParallel ddp(model, pair); },
+                 {"got on rank 3: parameter 'weight' is float32[5, 3], on rank 2 float32[4, 3]"});
+  });
+}
+
+// Such as pretrained vectors: no gradient of theirs is sent.
+TEST(Models, MayHaveAFrozenSparseTableWithEveryOption) {
+  struct Words : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& ids) { return head(table(ids)); }
+    torch::nn::Embedding table = register_module(
+        "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)));
+    torch::nn::Linear head = register_module("head", torch::nn::Linear(2, 1));
+  };
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    using Options = DistributedDataParallelOptions;
+    for (const Options& options :
+         {Options().delay_allreduce(true), Options().compress(torch::kHalf),
+          Options().gradient_predivide_factor(2)}) {
+      Words model;
+      model.table->weight.requires_grad_(false);
+      DistributedDataParallel ddp(model, group, options);
+      ddp.forward(torch::arange(4)).sum().backward();
+      EXPECT_TRUE(model.head->weight.grad().defined());
+      model.table->weight.requires_grad_(true);
+      expect_error([&] { DistributedDataParallel again(model, group, options); },
+                   {"'table.weight' with a sparse gradient"});
+    }
+  });
+}
+
 // Before the first backward pass, which would fail in the transport.
 TEST(Models, WithGradientsThatTheBackendCannotAddUpAreNamed) {
   run_ranks(2, [](Rank&) {

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -186,6 +187,40 @@ TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
   });
 }
 
+// The gradients of the first pass are not reduced, and an optimizer may have stepped with them.
+TEST(UnusedParameters, OfAPassMayNotGetTheirGradientsFromASecondOne) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    using Options = DistributedDataParallelOptions;
+    for (const Options& options : {Options(), Options().gradient_as_bucket_view(true)}) {
+      Pair model = seeded<Pair>(1);
+      DistributedDataParallel ddp(model, group, options);
+      const Batch batch = batch_of(1, 2);
+      const auto [left, right] = ddp.forward(batch.data);
+      sum_of_squares(left, batch.target).backward();
+      const at::Tensor later = sum_of_squares(right.at(0), batch.target);
+      expect_error([&] { later.backward(); },
+                   {"[parallel.ddp]", "a second one", "add losses and call backward once"});
+      rank.meet();
+    }
+    Pair model = seeded<Pair>(1);
+    Pair alone = seeded<Pair>(1);
+    DistributedDataParallel ddp(model, group, Options().delay_allreduce(true));
+    const Batch batch = batch_of(rank.number(), 2);
+    const auto [left, right] = ddp.forward(batch.data);
+    sum_of_squares(left, batch.target).backward();
+    sum_of_squares(right.at(0), batch.target).backward();
+    for (int each = 0; each < 2; ++each) {
+      const Batch its = batch_of(each, 2);
+      const auto [one, other] = alone->forward(its.data);
+      ((sum_of_squares(one, its.target) + sum_of_squares(other.at(0), its.target)) / 2).backward();
+    }
+    for (const char* const name : {"left.weight", "right.weight"})
+      expect_near({model->named_parameters()[name].grad()},
+                  {alone->named_parameters()[name].grad()});
+  });
+}
+
 using NamedTensors = std::unordered_map<std::string, at::Tensor>;
 struct NamedImpl : torch::nn::Module {
   NamedImpl() { layer = register_module("layer", torch::nn::Linear(6, 3)); }
@@ -302,30 +337,38 @@ TORCH_MODULE(Table);
 TEST(UnusedParameters, MayHaveSparseGradients) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
-    Table model = seeded<Table>(1);
-    Table alone = seeded<Table>(1);
-    DistributedDataParallel ddp(model, group,
-                                DistributedDataParallelOptions().find_unused_parameters(true));
-    const auto looks_up = [](int step, int of_rank) {
-      return step == 2 || (step == 1 && of_rank == 1);
-    };
-    for (int step = 0; step < 4; ++step) {
-      SCOPED_TRACE(step);
-      model->zero_grad();
-      alone->zero_grad();
-      const Batch batch = batch_of(step, 4);
-      for (int each = 0; each < 2; ++each) {
-        const Batch rows = batch.rows(2 * each, 2 * each + 2);
-        if (each == rank.number())
-          sum_of_squares(ddp.forward(rows.data, looks_up(step, each)), rows.target).backward();
-        (sum_of_squares(alone->forward(rows.data, looks_up(step, each)), rows.target) / 2)
-            .backward();
+    // backward() may have a list of the tensors that get gradients.
+    for (const bool lists_inputs : {false, true}) {
+      Table model = seeded<Table>(1);
+      Table alone = seeded<Table>(1);
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().find_unused_parameters(true));
+      const auto looks_up = [](int step, int of_rank) {
+        return step == 2 || (step == 1 && of_rank == 1);
+      };
+      const std::vector<at::Tensor> parameters = model->parameters();
+      std::optional<at::TensorList> inputs;
+      if (lists_inputs) inputs = parameters;
+      for (int step = 0; step < 4; ++step) {
+        SCOPED_TRACE(std::to_string(step) + (lists_inputs ? ", with inputs" : ""));
+        model->zero_grad();
+        alone->zero_grad();
+        const Batch batch = batch_of(step, 4);
+        for (int each = 0; each < 2; ++each) {
+          const Batch rows = batch.rows(2 * each, 2 * each + 2);
+          if (each == rank.number()) {
+            sum_of_squares(ddp.forward(rows.data, looks_up(step, each)), rows.target)
+                .backward({}, std::nullopt, /*create_graph=*/false, inputs);
+          }
+          (sum_of_squares(alone->forward(rows.data, looks_up(step, each)), rows.target) / 2)
+              .backward();
+        }
+        const at::Tensor& got = model->table->weight.grad();
+        const at::Tensor& want = alone->table->weight.grad();
+        ASSERT_EQ(got.defined(), want.defined());
+        if (got.defined()) expect_near({got.to_dense()}, {want.to_dense()});
+        expect_near({model->head->weight.grad()}, {alone->head->weight.grad()});
       }
-      const at::Tensor& got = model->table->weight.grad();
-      const at::Tensor& want = alone->table->weight.grad();
-      ASSERT_EQ(got.defined(), want.defined());
-      if (got.defined()) expect_near({got.to_dense()}, {want.to_dense()});
-      expect_near({model->head->weight.grad()}, {alone->head->weight.grad()});
     }
   });
 }

@@ -68,6 +68,8 @@ namespace semitone::parallel {
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
 ///   call on the group may throw it instead; see comm::Group.
+/// - A second backward pass of one forward is an Error, also for other parameters than the first:
+///   the gradients of the first are not reduced yet. Add the losses, or use delay_allreduce(true).
 /// - If a parameter got no gradient in a backward pass, the next forward throws an Error that names
 ///   it. See DistributedDataParallelOptions::find_unused_parameters, static_graph, delay_allreduce.
 ///   A backward pass that reaches none of the parameters is taken for a skipped step, and is not
