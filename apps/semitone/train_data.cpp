@@ -25,13 +25,14 @@ namespace fs = std::filesystem;
 // A format of data sets, which the name of a file or folder reveals.
 struct Format {
   std::string_view name;
-  std::array<std::string_view, 4> prefixes;  // of such names; the rest are empty
+  std::array<std::string_view, 8> prefixes;  // of such names; the rest are empty
   zoo::ImageSet (*load)(const fs::path& folder, zoo::Split split);
 };
 
 constexpr std::array kFormats{
     Format{"MNIST",
-           {"train-images", "train-labels", "t10k-images", "t10k-labels"},
+           {"train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1",
+            "train-images.idx3", "train-labels.idx1", "t10k-images.idx3", "t10k-labels.idx1"},
            [](const fs::path& folder, zoo::Split split) { return zoo::load_mnist(folder, split); }},
     Format{
         "CIFAR-10",

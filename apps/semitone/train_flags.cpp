@@ -294,13 +294,14 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
     }
   }
   try {
-    const bool starts_job = flags.starts_job();
+    // "--nproc gpu" is one process on a machine with one GPU.
+    const bool has_count = command.count("--nproc") > 0 || command.count("--nodes") > 0;
     for (const char* const flag : {"--node-rank", "--master-addr", "--master-port", "--grace"}) {
-      if (!starts_job && command.count(flag) > 0)
+      if (!has_count && command.count(flag) > 0)
         throw Error(kTrain, std::string("--nodes or --nproc with ") + flag, "neither",
                     "give the number of machines, the same on each");
     }
-    if (starts_job) job_of(flags).check();
+    if (has_count) job_of(flags).check();
   } catch (const Error& error) {
     throw UsageError(error);
   }

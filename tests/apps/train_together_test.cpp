@@ -81,6 +81,20 @@ TEST_F(TrainTogether, OneRankSaysWhichOperatorWasNotFinite) {
   EXPECT_THAT(finished.err, HasSubstr(" on rank "));
 }
 
+// As for `--nproc gpu` where there is one GPU.
+TEST_F(TrainTogether, OneProcessMayHaveTheFlagsOfAJob) {
+  for (const Words& flags : {Words{"-n", "1", "-g", "1", "-nr", "0"},
+                             Words{"--nproc", "1", "--grace", "5", "--master-port", "29501"}}) {
+    Words all = flags;
+    all.insert(all.end(), {"--max-steps", "2"});
+    const ProcessResult finished = train(all);
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+  }
+  const ProcessResult refused = train({"--nproc", "1", "--node-rank", "1"});
+  EXPECT_EQ(refused.status.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("expected node-rank from 0 to 0"));
+}
+
 TEST_F(TrainTogether, EveryLevelIsAJobOfItsOwn) {
   const std::string file = (folder_ / "all.json").string();
   const ProcessResult finished =
