@@ -180,8 +180,7 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
   impl().ran[index] = true;
   impl().require_no_step_past("forward");
   impl().sync("forward");
-  if (at::GradMode::is_enabled() && !Impl::in_backward_pass())
-    impl().refresh_gradients(&impl().models[index], "forward");
+  impl().refresh_gradients(&impl().models[index], "forward");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().forward_in_region) region->autocast.emplace(*impl().policy);
@@ -193,8 +192,7 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
   impl().ran_elsewhere = true;
   impl().require_no_step_past("call");
   impl().sync("call");
-  if (at::GradMode::is_enabled() && !Impl::in_backward_pass())
-    impl().refresh_gradients(nullptr, "call");
+  impl().refresh_gradients(nullptr, "call");
   auto region = std::make_shared<Region>();
   if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
   if (impl().policy.has_value()) region->autocast.emplace(*impl().policy);

@@ -285,7 +285,8 @@ struct MixedPrecision::Impl {
   // Undoes Masters::show_gradients: the coming backward pass would add to these gradients.
   void hide_gradients();
   void show_gradients();
-  // Masters::refresh_gradients() for a model (null: for all), before its forward pass.
+  // Masters::refresh_gradients() for a model (null: for all), before its forward pass. Not before one
+  // without gradients, nor one that a backward pass computes again.
   void refresh_gradients(const Model* model, const char* caller);
 
   // Error if an optimizer has stepped without MixedPrecision::step, which would have skipped the

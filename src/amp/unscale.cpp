@@ -187,6 +187,7 @@ bool MixedPrecision::Impl::has_scaled_gradients() const {
 }
 
 void MixedPrecision::Impl::refresh_gradients(const Model* model, const char* caller) {
+  if (!at::GradMode::is_enabled() || in_backward_pass()) return;
   if (models.size() == 1) model = nullptr;  // entries_of() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;
   for (OptimizerRecord& record : optimizers) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -63,6 +64,15 @@ inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchiv
   if (auto inner = find_archive(archive, key, component)) return *std::move(inner);
   throw FileError(component, "'" + key + "' in the archive", "none",
                   "was it saved by this kind of object?");
+}
+
+// What was written to an archive, to be read.
+inline torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) {
+  std::stringstream stream;
+  written.save_to(stream);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  return archive;
 }
 
 }  // namespace semitone

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/archive.h"
 
 #include <ATen/ops/full_like.h>
 #include <torch/optim/adagrad.h>
@@ -16,7 +17,6 @@
 #include <fmt/ranges.h>
 
 #include <memory>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,10 +62,7 @@ void assign_options(torch::optim::OptimizerParamGroup& group,
   try {
     torch::serialize::OutputArchive saved;
     options.serialize(saved);
-    std::stringstream stream;
-    saved.save_to(stream);
-    torch::serialize::InputArchive loaded;
-    loaded.load_from(stream);
+    torch::serialize::InputArchive loaded = reread(saved);
     group.options().serialize(loaded);
   } catch (const c10::Error&) {  // a class of the program without serialize()
     group.set_options(options.clone());

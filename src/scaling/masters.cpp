@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "semitone/optim/fused_optimizer.h"
+#include "src/core/archive.h"
 #include "src/core/libtorch_states.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
@@ -18,7 +19,6 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,11 +40,7 @@ void widen(torch::optim::OptimizerParamState& state) {
         "amp.master_weights", "an optimizer whose state can be saved", "one without serialize()",
         "construct the masters before the optimizer's first step, or give its state serialize()");
   }
-  std::stringstream stream;
-  saved.save_to(stream);
-  torch::serialize::InputArchive low;
-  low.load_from(stream);
-
+  torch::serialize::InputArchive low = reread(saved);
   torch::serialize::OutputArchive wide;
   bool any = false;
   for (const std::string& key : low.keys()) {
@@ -57,10 +53,7 @@ void widen(torch::optim::OptimizerParamState& state) {
     wide.write(key, value);
   }
   if (!any) return;
-  std::stringstream wide_stream;
-  wide.save_to(wide_stream);
-  torch::serialize::InputArchive loaded;
-  loaded.load_from(wide_stream);
+  torch::serialize::InputArchive loaded = reread(wide);
   state.serialize(loaded);
 }
 
@@ -132,14 +125,10 @@ void Masters::give_back() {
 void Masters::follow_groups() {
   std::vector<bool> in_groups(pairs_.size());
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& place) {
-    auto found = by_master_.find(place.unsafeGetTensorImpl());
-    if (found == by_master_.end()) {
-      // The program has filled its group anew.
-      found = by_parameter_.find(place.unsafeGetTensorImpl());
-      if (found == by_parameter_.end()) return;
-      place = pairs_[found->second].master;
-    }
-    in_groups[found->second] = true;
+    const auto index = index_at(place);
+    if (!index.has_value()) return;
+    place = pairs_[*index].master;
+    in_groups[*index] = true;
   });
   bool changed = false;
   for (std::size_t i = 0; i < pairs_.size(); ++i)
@@ -153,6 +142,16 @@ void Masters::follow_groups() {
     if (!pair.in_groups && in_groups[i] && parameter_changed(pair)) take_parameter(pair);
     pair.in_groups = in_groups[i];
   }
+}
+
+// The pair of a place in the optimizer's groups. It has the parameter, not the master, if the program
+// has filled its group anew.
+std::optional<std::size_t> Masters::index_at(const at::Tensor& place) const {
+  for (const auto* const indices : {&by_master_, &by_parameter_}) {
+    const auto found = indices->find(place.unsafeGetTensorImpl());
+    if (found != indices->end()) return found->second;
+  }
+  return std::nullopt;
 }
 
 // Gives a parameter what its master has. The optimizer's state stays the master's.

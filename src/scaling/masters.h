@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -174,6 +175,7 @@ class Masters {
   Adoption find_adoption(const ExactValues& exact);
   void give_back();
   void set_aside(Pair& pair);
+  std::optional<std::size_t> index_at(const at::Tensor& place) const;
   const Pair* find(const at::Tensor& parameter) const;
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);

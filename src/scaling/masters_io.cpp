@@ -20,13 +20,9 @@ void Masters::for_each_place(Visit&& visit) const {
   std::unordered_set<std::size_t> seen;
   for_each_parameter(
       *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& place) {
-        const auto master = by_master_.find(place.unsafeGetTensorImpl());
-        const bool is_master = master != by_master_.end();
-        // The program may have filled its group anew, and not called anything since.
-        const auto found = is_master ? master : by_parameter_.find(place.unsafeGetTensorImpl());
-        if (!is_master && found == by_parameter_.end()) return;
-        if (!seen.insert(found->second).second) return;
-        visit("group" + std::to_string(group) + "_" + std::to_string(index), pairs_[found->second]);
+        const auto pair = index_at(place);
+        if (!pair.has_value() || !seen.insert(*pair).second) return;
+        visit("group" + std::to_string(group) + "_" + std::to_string(index), pairs_[*pair]);
       });
 }
 

@@ -1,5 +1,7 @@
 #include "src/weights/cast.h"
 
+#include "semitone/core/dtype.h"
+
 #include <ATen/ops/abs.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/imag.h>
@@ -59,10 +61,9 @@ std::optional<std::string_view> lost_in_cast(const at::Tensor& given, c10::Scala
   if (c10::isFloatingType(dtype)) {
     // The common case of 16-bit files: searching takes several times as long as the cast.
     const auto from = value.scalar_type();
-    const bool from_16bit = from == at::kHalf || from == at::kBFloat16;
-    if ((dtype == at::kFloat && from_16bit) ||
-        (dtype == at::kDouble && (from_16bit || from == at::kFloat)))
-      return std::nullopt;
+    const bool is_wider = (dtype == at::kFloat && is_16bit(from)) ||
+                          (dtype == at::kDouble && (is_16bit(from) || from == at::kFloat));
+    if (is_wider) return std::nullopt;
     return overflows(value, dtype) ? std::optional<std::string_view>("larger ones") : std::nullopt;
   }
   const bool lost = value.is_floating_point() ? is_no_integer(value, dtype) : changes(value, dtype);

@@ -110,12 +110,12 @@ class Checkpoint {
   Checkpoint& add(const std::string& name, const amp::Model& model);
 
   /// Adds an optimizer of any class that overrides save() and load() of torch::optim::Optimizer. Each
-  /// rank saves its share of a ZeroRedundancyOptimizer; Error
-  /// unless the checkpoint's group has all of the optimizer's ranks. Any number of ranks can resume
-  /// from these shares, and so can the unsharded optimizer. A ZeroRedundancyOptimizer can also
-  /// resume from the unsharded optimizer. resume() converts 16-bit state that a run at O3 has saved
-  /// to fp32 where the parameters are fp32. Semitone's optimizers choose the dtype of their state
-  /// themselves (optim/fused_optimizer.h).
+  /// rank saves its share of a ZeroRedundancyOptimizer; Error unless the checkpoint's group has all
+  /// of the optimizer's ranks. Any number of ranks can resume from these shares, and so can the
+  /// unsharded optimizer. A ZeroRedundancyOptimizer can also resume from the unsharded optimizer.
+  /// resume() converts 16-bit state that a run at O3 has saved to fp32 where the parameters are
+  /// fp32. Semitone's optimizers choose the dtype of their state themselves
+  /// (optim/fused_optimizer.h).
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer);
 
   /// Adds the state of amp::initialize. At the opt level and dtype that were saved, resume()

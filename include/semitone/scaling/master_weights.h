@@ -42,7 +42,8 @@ class Masters;
 /// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer except LBFGS,
 /// which is an Error: it evaluates the model inside its step. The optimizer must outlive this
 /// object. The destructor gives the optimizer the model's parameters back, with the state of their
-/// masters; it then trains them in 16 bits. (The state of parameters that have left is dropped.) An object that was moved from can only be destroyed.
+/// masters; it then trains them in 16 bits. (The state of parameters that have left is dropped.) An
+/// object that was moved from can only be destroyed.
 ///
 /// Tensors that outlive a call are created outside of the caller's c10::InferenceMode. Evaluation
 /// in inference mode between two steps is therefore safe.
