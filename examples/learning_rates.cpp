@@ -17,7 +17,7 @@ int main() try {
       {"linear", optim::LinearLR(4)},
       {"cosine", optim::CosineAnnealingLR(8).eta_min(0.01)},
       {"polynomial", optim::PolynomialLR(8).power(2)},
-      {"steps", optim::StepLR(3)},
+      {"steps", optim::StepLR(3).gamma(0.5)},
       {"milestones", optim::MultiStepLR({2, 6})},
       {"one cycle", optim::OneCycleLR(9)},  // the optimizer's rate is the largest
       {"your own", optim::LambdaLR([](std::int64_t step) { return 1.0 / double(step + 1); })},

@@ -74,7 +74,7 @@ Examples:
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
   semitone train --max-loss-ratio 3 --on-spike skip     leaves out batches with a loss above 3 times the running mean
-  semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml
+  semitone train --log-dir runs/7 --print-config > run.toml; semitone train --config run.toml
   semitone train --resume runs/7/step-00000300 --save-weights convnet.safetensors
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
   semitone train -n 2 -g 4 -nr 0 --master-addr node0    on node 0 of 2, with 4 processes on each

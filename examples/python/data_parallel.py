@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """What ../data_parallel.cpp does, in PyTorch, on all GPUs. On a CPU, torch's DataParallel has one replica.
+PyTorch's autocast is the counterpart of O1, not of O2.
 
     data_parallel.py [DATA_DIR]
 

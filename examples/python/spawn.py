@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ../spawn.cpp does, in PyTorch.
+"""What ../spawn.cpp does, in PyTorch: its autocast is the counterpart of O1, not of O2.
 
     spawn.py [DATA_DIR]
 """

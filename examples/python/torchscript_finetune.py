@@ -85,9 +85,11 @@ for epoch in range(epochs):
         optimizer.zero_grad()
         loss = functional.cross_entropy(forward(model, images[rows]), labels[rows].to(device))
         scaler.scale(loss).backward()
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        scheduler.step()
+        if scaler.get_scale() >= scale:  # the step was not skipped
+            scheduler.step()
         mean_loss += loss.item() / batches
     print(f"epoch {epoch}: loss {mean_loss:.4f}")
 
