@@ -29,6 +29,11 @@ void check_dense(const Group& group, const at::Tensor& tensor, const std::string
   const std::string component = "comm." + collective;
   if (!tensor.defined()) throw Error(component, "a tensor", "an undefined one");
   if (tensor.layout() != at::kStrided) throw Error(component, "a dense tensor", "a sparse one");
+  if (tensor.is_conj() || tensor.is_neg()) {  // the memory has other values
+    throw Error(component, "a tensor whose memory holds its values",
+                "a view that conjugates or negates another tensor",
+                "pass tensor.resolve_conj().resolve_neg()");
+  }
   const c10::Device served = group.device();
   if (group.size() == 1 || tensor.device().type() == served.type()) return;
   throw Error(component,

@@ -102,7 +102,11 @@ std::string describe_layout(const at::Tensor& tensor) {
 std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
                           const comm::Group& group) {
   const c10::Device served = group.device();
-  if (group.size() == 1 || tensor.device().type() == served.type()) return {};
+  if (group.size() == 1) return {};
+  if (tensor.layout() != at::kStrided) {
+    return fmt::format("{} that is not dense: keep it outside the registered tensors", name);
+  }
+  if (tensor.device().type() == served.type()) return {};
   return fmt::format(
       "{} on {}, which the backend {} does not serve: it has to be on {}, or the group be made by "
       "comm::init with backend(\"{}\")",

@@ -69,6 +69,10 @@ TEST(SingleProcess, RefusesTheSameTensorsAsSeveral) {
   expect_error([&] { group.broadcast(transposed); }, {"[comm.broadcast]", "contiguous", "[1, 3]"});
   at::Tensor sparse = values_of(0, torch::kFloat).to_sparse();
   expect_error([&] { group.all_gather(sparse); }, {"[comm.all_gather]", "sparse"});
+  const at::Tensor waves = torch::zeros({2}, torch::kComplexFloat);
+  expect_error([&] { group.all_gather(waves.conj()); }, {"[comm.all_gather]", "resolve_conj"});
+  expect_error([&] { group.broadcast(std::vector<at::Tensor>{waves.conj()}); },
+               {"[comm.broadcast]", "resolve_conj"});
   at::Tensor integers = values_of(0, torch::kLong);
   expect_error([&] { group.all_reduce(integers, ReduceOp::mean); }, {"floating-point", "int64"});
   at::Tensor tensor = values_of(0, torch::kFloat);

@@ -265,6 +265,18 @@ TEST(Models, WithGradientsThatTheBackendCannotAddUpAreNamed) {
   });
 }
 
+// Such as the adjacency matrix of a graph: broadcast() takes dense tensors only.
+TEST(Models, WithASparseBufferAreRefusedByItsNameInSeveralProcesses) {
+  run_ranks(2, [](Rank&) {
+    torch::nn::Linear model(2, 3);
+    model->register_buffer("edges", torch::eye(3).to_sparse());
+    const DistributedDataParallel<torch::nn::Linear> alone(model, comm::Group());
+    const auto group = comm::init();
+    expect_error([&] { DistributedDataParallel<torch::nn::Linear> ddp(model, group); },
+                 {"[parallel.ddp]", "'edges' that is not dense"});
+  });
+}
+
 #if SEMITONE_LIBTORCH_SINCE(2, 11)
 struct RotationImpl : torch::nn::Module {
   RotationImpl() {
