@@ -40,9 +40,18 @@ struct Batch {
   std::size_t count() const { return static_cast<std::size_t>(pieces); }
 
  private:
+  // Of any number of dimensions: also (N, C, L) that is a transposed (N, L, C), for which LibTorch
+  // has no memory format.
   static bool is_channels_last(const at::Tensor& input) {
-    return (input.dim() == 4 && input.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
-           (input.dim() == 5 && input.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+    const auto follows = [&](std::int64_t dim, std::int64_t stride) {
+      return input.size(dim) == 1 || input.stride(dim) == stride;
+    };
+    std::int64_t stride = input.size(1);
+    for (std::int64_t dim = input.dim() - 1; dim > 1; --dim) {
+      if (!follows(dim, stride)) return false;
+      stride *= input.size(dim);
+    }
+    return follows(1, 1) && follows(0, stride);
   }
 };
 

@@ -104,8 +104,14 @@ LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor&
                                .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
                                .rstd = rstd.const_data_ptr<float>()};
   const std::int64_t rows = input.numel() / norm.columns;
-  const RowParts parts(rows, norm.columns, runs_on_cuda(input));
   const std::int64_t values = wanted.weight || wanted.bias ? 2 : 0;
+  if (values == 0 && !runs_on_cuda(input)) {
+    for_all_rows(rows, norm.columns, [&](std::size_t begin, std::size_t end) {
+      layer_norm_gradient(*layout, work, begin, end, nullptr, nullptr);
+    });
+    return result;
+  }
+  const RowParts parts(rows, norm.columns, runs_on_cuda(input));
   at::Tensor sums;
   if (runs_on_cuda(input)) {
     const CurrentCuda cuda(input);
@@ -116,8 +122,7 @@ LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor&
         });
   } else {
     sums = parts.add_up(values, [&](std::size_t begin, std::size_t end, float* part) {
-      layer_norm_gradient(*layout, work, begin, end, part,
-                          part == nullptr ? nullptr : part + layout->columns);
+      layer_norm_gradient(*layout, work, begin, end, part, part + layout->columns);
     });
   }
   if (wanted.weight)

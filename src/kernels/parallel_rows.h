@@ -35,18 +35,18 @@ class RowParts {
         count_((rows + size_ - 1) / size_) {}
 
   // Calls work(first row, last row, sums of this part). The sums are fp32 (values, columns) and not
-  // initialised, or null if `values` is 0. Returns the sums over all parts, (values, columns).
+  // initialised. Returns the sums over all parts, (values, columns).
   template <typename Work>
   at::Tensor add_up(std::int64_t values, const Work& work) const {
     const at::Tensor parts = at::empty({count_, values, columns_}, at::kFloat);
-    auto* const data = values == 0 ? nullptr : parts.mutable_data_ptr<float>();
+    auto* const data = parts.mutable_data_ptr<float>();
     const std::int64_t stride = values * columns_;
     parallel_for(0, count_, std::max<std::int64_t>(1, kGrain / (size_ * columns_)),
                  [&](std::int64_t begin, std::int64_t end) {
                    for (std::int64_t part = begin; part < end; ++part) {
                      work(static_cast<std::size_t>(part * size_),
                           static_cast<std::size_t>(std::min(rows_, (part + 1) * size_)),
-                          data == nullptr ? nullptr : data + part * stride);
+                          data + part * stride);
                    }
                  });
     at::Tensor sums = at::empty({values, columns_}, at::kFloat);
@@ -61,7 +61,7 @@ class RowParts {
   }
 
   // The same on the device of `input`, where one call of work(rows per part, sums of all parts)
-  // processes all parts. The sums are (parts, values, columns).
+  // processes all parts. The sums are (parts, values, columns), or null if `values` is 0.
   template <typename Work>
   at::Tensor add_up_on_cuda(std::int64_t values, const at::Tensor& input, CudaStream stream,
                             const Work& work) const {

@@ -302,6 +302,7 @@ at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
 
 at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return through_libtorch(input, layer, /*training=*/false);
 }
 

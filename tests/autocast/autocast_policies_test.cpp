@@ -2,6 +2,7 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
+#include "semitone/nn/fused_batch_norm.h"
 #include "tests/autocast/autocast_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -203,6 +204,20 @@ TEST(AutocastPolicies, ObeyEdits) {
   EXPECT_EQ(at::softmax(x.to(kBf16), 0).scalar_type(), kBf16);
   EXPECT_EQ(at::relu(x.to(kBf16)).scalar_type(), kFp32);
   EXPECT_EQ(at::matmul(x, x).scalar_type(), kBf16) << "a row of its own";
+}
+
+TEST(AutocastPolicies, EditsOfBatchNormLeaveTheFusedOneInItsInputsDtype) {
+  nn::FusedBatchNorm fused(3);
+  const at::Tensor x = torch::randn({4, 3, 5});
+  for (const bool training : {true, false}) {
+    fused->train(training);
+    {
+      const Autocast region(CastPolicy::semitone({kCpu, kBf16}).keep_fp32("batch_norm"));
+      EXPECT_EQ(fused(x.to(kBf16)).scalar_type(), kBf16);
+    }
+    const Autocast region(CastPolicy::semitone({kCpu, kBf16}).lower("batch_norm"));
+    EXPECT_EQ(fused(x).scalar_type(), kFp32);
+  }
 }
 
 // They are written to, although the operators' schemas do not say so.

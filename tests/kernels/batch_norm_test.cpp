@@ -39,6 +39,8 @@ std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
     all.push_back(random({2, size, 3, 5}).contiguous(at::MemoryFormat::ChannelsLast));
   }
   all.push_back(random({2, 3, 2, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast3d));
+  all.push_back(random({3, 13, 17}).transpose(1, 2));  // the same of one dimension
+  all.push_back(random({1, 5, 16}).transpose(1, 2));
   all.push_back(random({2, 3, 130, 131}));
   // A GPU's last part of a channel has no element.
   all.push_back(random({3, 16, 22, 23}));

@@ -271,6 +271,16 @@ TEST_P(LayerNormKernels, NonFiniteValuesStayInTheirRow) {
   }
 }
 
+// As LibTorch's: view() may follow.
+TEST(LayerNorm, IsContiguousWithoutKernelsToo) {
+  const at::Tensor transposed = torch::randn({24, 10}, torch::kDouble).t();
+  const at::Tensor of_one = torch::randn({1, 24, 10}, torch::kDouble).transpose(1, 2);
+  for (const at::Tensor& input : {transposed, of_one}) {
+    for (const LayerNorm& norm : norms(24, torch::kDouble))
+      EXPECT_TRUE(layer_norm(input, norm, true).output.is_contiguous());
+  }
+}
+
 TEST_P(LayerNormKernels, AnyStridesGiveWhatDenseOnesGive) {
   const LayerNorm norm = norms(24, torch::kFloat).front();
   const at::Tensor transposed = torch::randn({24, 10}).t();

@@ -29,7 +29,7 @@ LayerNormResult layer_norm(const at::Tensor& input, const LayerNorm& norm) {
   at::Tensor output = rows.mul(rstd);
   if (norm.weight.defined()) output = output.mul(wide_values(norm.weight, output));
   if (norm.bias.defined()) output = output.add(wide_values(norm.bias, output));
-  return {output.reshape(input.sizes()).to(input.scalar_type()),
+  return {output.reshape(input.sizes()).to(input.scalar_type()).contiguous(),
           mean.defined() ? mean.flatten() : mean, rstd.flatten()};
 }
 
