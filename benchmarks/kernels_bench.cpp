@@ -59,10 +59,18 @@ struct Baseline {
   double work;  // bytes or operations of a call
 };
 
+// Waits for what a device still has to do.
+std::function<void()> waiting_for(c10::Device device) {
+  return [device] {
+    if (!device.is_cpu()) torch::cuda::synchronize(device.index());
+  };
+}
+
 class Baselines {
  public:
   explicit Baselines(const Sizes& sizes)
-      : peak_(sizes.peak),
+      : device_(sizes.device),
+        peak_(sizes.peak),
         stream_(sizes.stream, sizes.device),
         memory_{stream_.contender(), stream_.bytes()} {}
 
@@ -80,7 +88,7 @@ class Baselines {
     constexpr int kRounds = 5;
     std::vector<Baseline> products;
     for (const std::int64_t edge : peak_) {
-      const auto random = [&] { return torch::randn({edge, edge}).to(dtype); };
+      const auto random = [&] { return torch::randn({edge, edge}, device_).to(dtype); };
       const auto n = static_cast<double>(edge);
       for (const bool by_columns : {false, true}) {
         const auto b = by_columns ? random().t() : random();
@@ -93,7 +101,7 @@ class Baselines {
     std::vector<Contender> contenders;
     contenders.reserve(products.size());
     for (const Baseline& product : products) contenders.push_back(product.contender);
-    const auto timings = bench::interleave(contenders, kRounds, 1);
+    const auto timings = bench::interleave(contenders, kRounds, 1, waiting_for(device_));
     const auto rate = [&](std::size_t i) { return products[i].work / timings[i].min_seconds; };
     std::size_t best = 0;
     for (std::size_t i = 1; i < products.size(); ++i) {
@@ -102,6 +110,7 @@ class Baselines {
     return products[best];
   }
 
+  c10::Device device_;
   std::vector<std::int64_t> peak_;
   bench::Stream stream_;
   Baseline memory_;
@@ -139,9 +148,7 @@ Result measure(const Row& row, const Baseline& baseline, int rounds, at::Device 
     contenders.push_back(baseline.contender);
   }
   const int calls = device.is_cpu() ? 1 : kCallsOnGpu;
-  const auto timings = bench::interleave(contenders, rounds, calls, [device] {
-    if (!device.is_cpu()) torch::cuda::synchronize(device.index());
-  });
+  const auto timings = bench::interleave(contenders, rounds, calls, waiting_for(device));
   Result result{timings[0], std::nullopt, timings[1], work_of(row), baseline.work};
   if (row.libtorchs) {
     result.libtorch = timings[2];

@@ -26,7 +26,7 @@ if(SEMITONE_CUDA STREQUAL ON OR (SEMITONE_CUDA STREQUAL AUTO AND (LibTorch_HAS_C
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
-    # C++20, and kernels with more than 4 KiB of arguments.
+    # C++20.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
       find_package(CUDAToolkit REQUIRED)
       set(CMAKE_CUDA_STANDARD 20)

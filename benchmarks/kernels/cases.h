@@ -58,7 +58,7 @@ struct Sizes {
   }
   // A GPU's: the data of a call is several times its cache.
   static Sizes of_gpu(c10::Device device) {
-    return {12, 8 * 1024 * 1024, 65536, 8192, 64, 1024, {}, 256 * 1024 * 1024, device};
+    return {12, 8 * 1024 * 1024, 65536, 8192, 64, 1024, {4096, 8192}, 256 * 1024 * 1024, device};
   }
   // Small sizes, to check everything in seconds; the figures mean nothing.
   static Sizes small() { return {2, 65536 + 3, 64, 16, 2, 128, {128, 256}, 1024 * 1024}; }

@@ -21,27 +21,28 @@ namespace semitone::kernels {
 // A contiguous part of one parameter: every pointer points to the same element.
 struct UpdateSpan {
   const void* grad = nullptr;
-  Format grad_format = Format::fp32;
 
   // The parameter. With `low` it is the upper half of a split fp32 master (rounding.h), a bf16.
   void* param = nullptr;
-  Format param_format = Format::fp32;
   std::uint16_t* low = nullptr;
 
   // Receives the new parameter, rounded; may be null.
   void* copy = nullptr;
-  Format copy_format = Format::bf16;
 
   // The optimizer's state tensors; each rule says which. An unused one is null. For Adam and SGD
   // they may be bf16. The values that the next step reads are then rounded stochastically
   // (rounding.h), with the bits of hash_bits(number of the element ^ seed): state 0 uses the lower
   // half, state 1 the upper half. This step continues with the unrounded fp32 numbers.
   void* state[3] = {nullptr, nullptr, nullptr};
-  Format state_format = Format::fp32;
   std::uint32_t seed = 0;
   std::uint32_t first_element = 0;  // its number
 
   std::size_t size = 0;
+
+  Format grad_format = Format::fp32;
+  Format param_format = Format::fp32;
+  Format copy_format = Format::bf16;
+  Format state_format = Format::fp32;
 };
 
 // A step of several parameters on a CUDA device. They must not share memory. With rules_on_device

@@ -46,9 +46,16 @@ constexpr unsigned grid_row(std::size_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
+// Of all arguments of a kernel. Drivers before CUDA 12.1 take no more. Later ones do, but LibTorch
+// does without where a launch is captured in a graph.
+constexpr std::size_t kMostArgumentBytes = 4096;
+
 template <typename... Parameters, typename... Arguments>
 void launch(CudaStream stream, dim3 grid, dim3 block, void (*kernel)(Parameters...),
             const Arguments&... arguments) {
+  constexpr std::size_t kAlignment = 8;
+  static_assert((ceil_divide(sizeof(Parameters), kAlignment) + ... + 0) * kAlignment <=
+                kMostArgumentBytes);
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;

@@ -11,14 +11,18 @@
 // memory. Each block of threads processes kCudaBlockElements of one tensor.
 namespace semitone::kernels {
 
-// 64 optimizer steps take 12 KiB of the 32 KiB that arguments may take.
 constexpr unsigned kMostItems = 64;
+
+// The items of a table. The rest of a kernel's arguments has 64 bytes. Optimizer steps have some 28.
+template <typename Item>
+constexpr unsigned kItems = std::min<std::size_t>(
+    kMostItems, (kMostArgumentBytes - 64 - 4 * sizeof(unsigned)) / (sizeof(Item) + sizeof(unsigned)));
 
 template <typename Item>
 struct Table {
   unsigned count;
-  unsigned first_block[kMostItems + 1];  // of each item, and behind the last one
-  Item items[kMostItems];
+  unsigned first_block[kItems<Item> + 1];  // of each item, and behind the last one
+  Item items[kItems<Item>];
 };
 
 // The work of a block: elements [begin, end) of an item.
@@ -52,9 +56,9 @@ __device__ BlockRange range_of_block(const Table<Item>& table) {
 template <typename Item, typename ItemAt, typename Run>
 void for_tables(std::size_t count, const ItemAt& item_at, const Run& run) {
   std::size_t blocks_before = 0;
-  for (std::size_t first = 0; first < count; first += kMostItems) {
+  for (std::size_t first = 0; first < count; first += kItems<Item>) {
     Table<Item> table{};
-    table.count = static_cast<unsigned>(std::min<std::size_t>(kMostItems, count - first));
+    table.count = static_cast<unsigned>(std::min<std::size_t>(kItems<Item>, count - first));
     std::size_t blocks = 0;
     for (unsigned i = 0; i < table.count; ++i) {
       table.items[i] = item_at(first + i);

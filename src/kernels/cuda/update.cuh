@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 // Processes UpdateSpans. Spans of the same kind share tables: for the usual kinds, the formats are
@@ -17,12 +18,16 @@
 // computes the first.
 namespace semitone::kernels {
 
+// The numbers of a rule in fp32.
+template <typename Rule>
+using NumbersOf = decltype(std::declval<Rule>().template as<float>());
+
 template <typename Rule>
 struct UpdateItem {
   UpdateSpan span;
-  Rule rule;         // of no meaning if the rules are in the device's memory
-  unsigned number;   // of the span in its step
-  std::size_t head;  // elements before the first chunk
+  NumbersOf<Rule> rule;  // of no meaning if the rules are in the device's memory
+  unsigned number;       // of the span in its step
+  std::size_t head;      // elements before the first chunk
   __host__ __device__ std::size_t size() const { return span.size; }
 };
 
@@ -122,8 +127,8 @@ struct OtherSpans {
 
 template <typename Math, typename Rule>
 __device__ Math math_of(const UpdateItem<Rule>& item, const Rule* rules_on_device) {
-  const Rule& rule = rules_on_device != nullptr ? rules_on_device[item.number] : item.rule;
-  return Math{rule.template as<float>()};
+  return Math{rules_on_device != nullptr ? rules_on_device[item.number].template as<float>()
+                                         : item.rule};
 }
 
 __device__ inline bool is_set(const float* found_inf) {
@@ -226,7 +231,8 @@ void for_update_tables(KindList<Kinds...> /*kinds*/, const CudaStep<Rule>& step,
         [&](std::size_t i) {
           const UpdateSpan& span = step.spans[numbers[i]];
           const Rule rule = step.rules_on_device != nullptr ? Rule{} : step.rules[numbers[i]];
-          return UpdateItem<Rule>{span, rule, numbers[i], head_of(span, decltype(kind)::kElements)};
+          return UpdateItem<Rule>{span, rule.template as<float>(), numbers[i],
+                                  head_of(span, decltype(kind)::kElements)};
         },
         [&](const Table<UpdateItem<Rule>>& table, std::size_t /*first_item*/,
             std::size_t first_block) { run(kind, table, blocks_before + first_block); });

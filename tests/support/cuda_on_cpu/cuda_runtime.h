@@ -89,7 +89,7 @@ void check_alignment(const void* address, std::size_t bytes);
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  static_assert((sizeof(Parameters) + ... + 0) <= 32764, "more arguments than a launch may have");
+  static_assert((sizeof(Parameters) + ... + 0) <= 4096, "more arguments than a launch may have");
   const std::tuple<Parameters...> copies(arguments...);
   return cuda_on_cpu::run(config->gridDim, config->blockDim, [&] { std::apply(kernel, copies); });
 }
