@@ -5,6 +5,8 @@
 #include "src/autocast/model_entries.h"
 
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -14,6 +16,18 @@
 
 // Capture and replay of a step.
 namespace semitone::amp {
+namespace {
+
+// The node that adds to a leaf's gradient lives as long as any loss that needs it, and runs on the
+// stream of its first forward. A capture must not wait for a stream outside of it, so it gets a node
+// of its own. One with hooks is kept, since they belong to the program.
+void renew_accumulator(const at::Tensor& leaf) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  if (node != nullptr && node->pre_hooks().empty() && node->post_hooks().empty())
+    torch::autograd::impl::set_grad_accumulator(leaf, {});
+}
+
+}  // namespace
 
 void CapturedStep::Impl::capture(const Batch& batch) {
   state.settle();  // not in the capture
@@ -38,7 +52,10 @@ void CapturedStep::Impl::capture(const Batch& batch) {
 // Runs the step's device work only: the host's state does not change.
 void CapturedStep::Impl::run_on_device(Captured& into) {
   const at::AutoGradMode with_grad(true);
-  const OthersAside aside(find_others());
+  const std::vector<at::Tensor> others = find_others();
+  record.for_each_leaf(renew_accumulator);
+  for (const at::Tensor& other : others) renew_accumulator(other);
+  const OthersAside aside(others);
   state.scale_on_device = {options.loss_id(), into.scale.scale(), into.scale.inverse()};
   const auto clean_up = c10::make_scope_exit([&] {
     mixed.zero_grad(optimizer);

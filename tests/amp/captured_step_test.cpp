@@ -8,6 +8,7 @@
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 
+#include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -56,6 +57,29 @@ TEST_F(CapturedSteps, AreTheStepsThatOperatorsTake) {
       EXPECT_FALSE(want.step->is_captured());
       EXPECT_EQ(got.mixed->skipped_steps() > 0, got.is_checked());
     }
+  }
+}
+
+// It would keep the streams of that step, for which a capture cannot wait.
+TEST_F(CapturedSteps, DoNotShareNodesOfTheGraphWithALossThatTheProgramKeeps) {
+  for (const OptLevel level : {OptLevel::O1, OptLevel::O2}) {
+    graphs() = {};
+    Training training(kinds().front(), Options(level));
+    const at::Tensor kept = training.loss(batch(0));
+    const at::Tensor weight = training.model->parameters()[0];
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(weight);
+    ASSERT_NE(node, nullptr);
+    std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
+    CapturedStep step(*training.mixed, *training.optimizer, [&](const Batch& data) {
+      const at::Tensor loss = training.loss(data);
+      if (graphs().capturing)
+        nodes.push_back(torch::autograd::impl::try_get_grad_accumulator(weight));
+      return loss;
+    });
+    for (std::uint64_t i = 0; i < 4; ++i) step.run(batch(i));
+    ASSERT_EQ(nodes.size(), 1U);
+    EXPECT_NE(nodes[0], nullptr);
+    EXPECT_NE(nodes[0], node);
   }
 }
 
