@@ -1,5 +1,6 @@
 #include "src/recompute/surroundings.h"
 
+#include "semitone/core/error.h"
 #include "src/core/capture_scope.h"
 #include "src/core/expanded.h"
 
@@ -90,6 +91,11 @@ RngStates::RngStates(const std::vector<at::Tensor>& tensors) {
     if (tensor.defined() && !tensor.is_meta() &&
         std::ranges::find(devices, tensor.device()) == devices.end())
       devices.push_back(tensor.device());
+  }
+  if (devices.size() > 1 && CaptureScope::is_active()) {
+    throw Error("nn.checkpoint", "preserve_rng_state(false) in amp::CapturedStep",
+                "true: a CUDA graph cannot copy the states of generators",
+                "set it to false for functions without random numbers, or train without either");
   }
   for (const c10::Device device : devices) {
     at::Generator generator = at::globalContext().defaultGenerator(device);

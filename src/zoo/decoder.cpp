@@ -156,11 +156,12 @@ at::Tensor DecoderImpl::forward(const at::Tensor& tokens) {
   at::Tensor rows = token_embedding(tokens).flatten(0, 1);
   const RotaryPositions positions =
       rotary_positions(length, options_.width() / options_.heads(), options_.rope_theta(), rows);
+  const auto how = semitone::nn::CheckpointOptions().preserve_rng_state(false);  // no dropout
   for (const auto& layer : *layers) {
     const auto run = [layer, positions](const at::Tensor& x) {
       return layer->as<DecoderLayerImpl>()->forward(x, positions);
     };
-    rows = options_.checkpoint_layers() ? semitone::nn::checkpoint(run, rows) : run(rows);
+    rows = options_.checkpoint_layers() ? semitone::nn::checkpoint(how, run, rows) : run(rows);
   }
   rows = rms_norm(rows, norm);
   return options_.tied_head() ? at::linear(rows, token_embedding->weight) : head(rows);

@@ -1,5 +1,6 @@
 #include "semitone/nn.h"
 #include "semitone/parallel/sync_batch_norm.h"
+#include "src/core/capture_scope.h"
 #include "src/nn/batch_norm_mark.h"
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/errors.h"
@@ -177,6 +178,16 @@ TEST_F(AcceleratorLayers, DropoutKeepsWhatItDoesNotDrop) {
   EXPECT_TRUE(torch::logical_or(y == 0, y == 2).all().item<bool>());
   EXPECT_NEAR(y.mean().item<double>(), 1, 0.3);
   expect_bitwise_equal(nn::fused_dropout_add(x, x, 0.5, false).cpu(), torch::full({1000}, 2.));
+}
+
+// A graph cannot copy the states of a device's generators.
+TEST_F(AcceleratorLayers, CheckpointsInACaptureDoNotPreserveRandomNumbers) {
+  const CaptureScope capturing;
+  const at::Tensor x = torch::ones({3}).to(device()).requires_grad_();
+  const auto twice = [](const at::Tensor& y) { return y * 2; };
+  expect_error([&] { nn::checkpoint(twice, x); }, {"[nn.checkpoint]", "preserve_rng_state(false)"});
+  nn::checkpoint(nn::CheckpointOptions().preserve_rng_state(false), twice, x).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad().cpu(), torch::full({3}, 2.0F)));
 }
 
 }  // namespace

@@ -26,8 +26,8 @@ struct CheckpointOptions {
   /// Whether the second run draws the same random numbers as the first, from the default generators
   /// of the CPU and of the inputs' devices. Afterwards the generators are as if there had been one
   /// run. false: for functions without random numbers, since others would have wrong gradients
-  /// (dropout gets another mask). It saves copying the generators' states, which is not possible
-  /// while a CUDA graph is captured.
+  /// (dropout gets another mask). It saves copying the generators' states. On a device with graphs,
+  /// true is an Error in a step of amp::CapturedStep.
   TORCH_ARG(bool, preserve_rng_state) = true;
   /// Tensors that the function reads and updates in place, such as running statistics of batch
   /// norms. The second run reads the values that the first one read, and changes nothing. Copies are
