@@ -77,4 +77,4 @@ else()
   set(SEMITONE_CUDA_RUNTIME LibTorch::cudart)
 endif()
 message(STATUS "LibTorch ${LibTorch_VERSION} from ${LibTorch_ROOT_DIR}; CUDA: ${LibTorch_HAS_CUDA}, "
-  "CUDA graphs and NCCL: ${SEMITONE_LINKS_CUDA}, CUDA kernels: ${SEMITONE_LINKS_KERNELS}")
+  "NCCL: ${SEMITONE_LINKS_CUDA}, CUDA kernels and graphs: ${SEMITONE_LINKS_KERNELS}")

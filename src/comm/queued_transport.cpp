@@ -17,8 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// How often the thread polls the oldest work, and a barrier its own.
-constexpr milliseconds kPollInterval(50);
+// How often the thread polls the oldest work, and a barrier its own. A work holds its tensors as long
+// as it is in the queue: a step's, if that takes 10 ms.
+constexpr milliseconds kPollInterval(2);
 constexpr std::chrono::microseconds kBarrierPollInterval(500);
 
 // Factor of the patience after another rank has left: its collectives were done, but this rank's

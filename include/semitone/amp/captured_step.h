@@ -40,12 +40,12 @@ struct CapturedStepOptions {
 ///     }
 ///
 /// On a device without graphs every step runs operator by operator, with the same results: on a
-/// CPU, and with a LibTorch or Semitone without CUDA. A step ends like MixedPrecision::step: it is
-/// skipped if a gradient is not finite (except in plain training), and scales and counters are
-/// updated. Afterwards the optimizer's parameters have no gradients, not even those from before the
-/// call. Gradients of parameters that belong to other optimizers are left unchanged. Learning rates
-/// and weights may change between any two steps, and checkpoints may be written. Captured steps,
-/// ordinary steps and evaluation may follow each other in any order.
+/// CPU, and with a LibTorch without CUDA or a Semitone without CUDA kernels. A step ends like
+/// MixedPrecision::step: it is skipped if a gradient is not finite (except in plain training), and
+/// scales and counters are updated. Afterwards the optimizer's parameters have no gradients, not
+/// even those from before the call. Gradients of parameters that belong to other optimizers are
+/// left unchanged. Learning rates and weights may change between any two steps, and checkpoints may
+/// be written. Captured steps, ordinary steps and evaluation may follow each other in any order.
 ///
 /// These changes cause a new capture, after one step that runs operator by operator:
 /// - parameters, buffers or optimizer state move to other memory (after loading an optimizer's
