@@ -55,6 +55,7 @@ class Search {
 
   TuneResult run() {
     train_in_fp32();
+    given_ = for_device_of(model_, given_);  // the training may have moved the model
     double given_loss = 0;
     const auto operators = lowered_operators(model_, given_, [&] { given_loss = loss_of({}); });
     Candidates kept;
@@ -242,7 +243,7 @@ class Search {
   }
 
   const Model& model_;
-  const CastPolicy given_;
+  CastPolicy given_;
   const TuneTraining& train_;
   const TuneOptions& options_;
   double fp32_loss_ = 0;

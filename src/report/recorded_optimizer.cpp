@@ -3,6 +3,7 @@
 #include "src/report/operator_callbacks.h"
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize/archive.h>
@@ -10,8 +11,11 @@
 #include <nlohmann/json.hpp>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <typeinfo>
+#include <utility>
 
 namespace semitone::report {
 namespace {
@@ -40,14 +44,18 @@ std::int64_t history_bytes(const torch::optim::LBFGSParamState& state) {
   return bytes;
 }
 
-// What a state or the options of a group save. LibTorch's classes do not list their values, but save
-// and load them by name.
+// What a state or the options of a group save; nothing if their class does not say how. LibTorch's
+// classes do not list their values, but save and load them by name.
 template <typename Saved>
-torch::serialize::InputArchive saved_values(const Saved& values) {
+std::optional<torch::serialize::InputArchive> saved_values(const Saved& values) {
   std::string saved;
   {
     torch::serialize::OutputArchive archive;
-    values.serialize(archive);
+    try {
+      values.serialize(archive);
+    } catch (const c10::Error&) {
+      return std::nullopt;
+    }
     archive.save_to([&](const void* data, std::size_t size) {
       saved.append(static_cast<const char*>(data), size);
       return size;
@@ -61,27 +69,37 @@ torch::serialize::InputArchive saved_values(const Saved& values) {
 std::int64_t state_bytes(const torch::optim::OptimizerParamState& state) {
   if (const auto* const lbfgs = dynamic_cast<const torch::optim::LBFGSParamState*>(&state))
     return history_bytes(*lbfgs);
-  torch::serialize::InputArchive archive = saved_values(state);
+  auto archive = saved_values(state);
+  if (!archive.has_value()) return 0;
   std::int64_t bytes = 0;
-  for (const std::string& key : archive.keys()) {
+  for (const std::string& key : archive->keys()) {
     c10::IValue value;
-    if (archive.try_read(key, value)) bytes += bytes_of_value(value);
+    if (archive->try_read(key, value)) bytes += bytes_of_value(value);
   }
   return bytes;
 }
 
 // "Adam" for torch::optim::Adam.
-std::string type_of(const torch::optim::Optimizer& optimizer) {
-  const std::string name = c10::demangle(typeid(optimizer).name());
+std::string name_of(const std::type_info& type) {
+  const std::string name = c10::demangle(type.name());
   const auto colon = name.rfind(':');
   return colon == std::string::npos ? name : name.substr(colon + 1);
 }
 
+// "Adam" for torch::optim::AdamOptions.
+std::string rule_of(const torch::optim::OptimizerOptions& options) {
+  constexpr std::string_view kSuffix = "Options";
+  std::string name = name_of(typeid(options));
+  if (name.ends_with(kSuffix)) name.resize(name.size() - kSuffix.size());
+  return name;
+}
+
 // What is added to the denominator of the update.
 std::optional<double> eps_of(const torch::optim::OptimizerOptions& options) {
-  torch::serialize::InputArchive archive = saved_values(options);
+  auto archive = saved_values(options);
   c10::IValue eps;
-  if (!archive.try_read("eps", eps) || !eps.isDouble()) return std::nullopt;
+  if (!archive.has_value() || !archive->try_read("eps", eps) || !eps.isDouble())
+    return std::nullopt;
   return eps.toDouble();
 }
 
@@ -89,6 +107,7 @@ nlohmann::ordered_json describe_group(const torch::optim::OptimizerParamGroup& g
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   if (!group.params().empty()) json["dtype"] = c10::toString(group.params().front().scalar_type());
   if (!group.has_options()) return json;
+  json["rule"] = rule_of(group.options());
   if (const auto eps = eps_of(group.options())) json["eps"] = *eps;
   return json;
 }
@@ -98,7 +117,7 @@ nlohmann::ordered_json describe_group(const torch::optim::OptimizerParamGroup& g
 nlohmann::ordered_json RecordedOptimizer::describe() const {
   auto groups = nlohmann::ordered_json::array();
   for (const auto& group : optimizer_.param_groups()) groups.push_back(describe_group(group));
-  return {{"type", type_of(optimizer_)}, {"groups", std::move(groups)}};
+  return {{"type", name_of(typeid(optimizer_))}, {"groups", std::move(groups)}};
 }
 
 std::int64_t RecordedOptimizer::bytes() {

@@ -38,6 +38,8 @@ RoundedValues rounded(const at::Tensor& values, c10::ScalarType format, double a
       is_fp8(format) ? count(scaled.abs().gt(max * kAboveRounding).logical_and(scaled.isfinite()))
                      : count(converted.isinf().logical_and(scaled.isfinite()));
   result.values = scale == 1 ? converted : converted / scale;
+  // An inf that was there stays: as a mask's, it hides a key.
+  if (is_fp8(format)) result.values = at::where(values.isinf(), values, result.values);
   return result;
 }
 

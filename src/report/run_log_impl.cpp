@@ -117,7 +117,7 @@ void RunLog::Impl::add(std::optional<std::int64_t> step, const Add& add) {
   if (!files_.has_value()) return;
   last_step_ = step.value_or(step_.value_or(0));
   if (step.has_value() && !step_.has_value() && !marked_.has_value()) mark_continuation(*step);
-  record_waiting_events(last_step_);
+  if (step.has_value()) record_waiting_events(*step);
   add(*files_, {wall_time(), last_step_});
   flush_if_due();
 }

@@ -131,7 +131,8 @@ void read_model(const RecordFields& line, RunData& run) {
   line.for_each("optimizers", [&](const RecordFields& optimizer) {
     optimizer.for_each("groups", [&](const RecordFields& group) {
       run.optimizer_groups.push_back(
-          {optimizer.text("type"), python_dtype(group.text("dtype")), group.number("eps")});
+          {optimizer.text("type"), group.text("rule"), python_dtype(group.text("dtype")),
+           group.number("eps")});
     });
   });
 }

@@ -11,6 +11,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace semitone::report {
@@ -37,24 +38,76 @@ struct LostValues {
   double share() const { return all > 0 ? lost / all : 0; }
 };
 
-// Whether zeros can be values that vanished: the gradient is in the format, or was before a cast, as
-// those of fp32 weights at O1 are. Then it has no value below the format's smallest number. The rows
-// of a table that a batch does not have are zero by themselves.
-bool may_have_vanished(const ParameterSummary& parameter, std::size_t format) {
-  const bool was_in_format = parameter.gradient->dtype == kNumberFormats[format].name ||
-                             parameter.scaled_gradient[format].zero == 0;
+enum class Passed { yes, no, unknown };
+
+// Whether a parameter's gradient has been in the format: it is, or the gradient of its layer's
+// output is, from which it is computed. Otherwise nothing of it was lost, however small it is.
+Passed passed_format(const Evidence& evidence, const ParameterSummary& parameter) {
+  const std::string_view name = evidence.format->name;
+  if (parameter.gradient->dtype == name) return Passed::yes;
+  const auto& layers = evidence.summary.layers;
+  const auto layer = std::ranges::find(layers, parameter.info.layer, &LayerSummary::name);
+  if (layer == layers.end() || !layer->output_gradient.has_value()) return Passed::unknown;
+  return layer->output_gradient->dtype == name ? Passed::yes : Passed::no;
+}
+
+// Whether zeros can be values that vanished. A gradient that was in the format before a cast, as
+// those of fp32 weights at O1 are, has no value below the format's smallest number. The rows of a
+// table that a batch does not have are zero by themselves.
+bool may_have_vanished(const ParameterSummary& parameter, Passed passed, std::size_t format) {
+  const bool was_in_format =
+      passed == Passed::yes || parameter.scaled_gradient[format].zero == 0;
   return was_in_format && parameter.info.layer_type.find("Embedding") == std::string::npos;
 }
 
-LostValues lost_values(const ParameterSummary& parameter, std::size_t format) {
+LostValues lost_values(const Evidence& evidence, const ParameterSummary& parameter) {
+  const std::size_t format = evidence.format_index;
   const FormatCounts& counts = parameter.scaled_gradient[format];
+  const Passed passed = passed_format(evidence, parameter);
+  if (passed == Passed::no) return {0, static_cast<double>(counts.total)};
   LostValues found{static_cast<double>(counts.zero), static_cast<double>(counts.total)};
   // A gradient in the format has lost these values already.
-  if (may_have_vanished(parameter, format) && counts.total > 0 &&
+  if (may_have_vanished(parameter, passed, format) && counts.total > 0 &&
       counts.zero_share() + counts.subnormal_share() >= kAtTheEdge) {
     const auto zeros = static_cast<double>(parameter.gradient->zeros);
     found.lost += zeros;
     found.all += zeros;
+  }
+  return found;
+}
+
+// Values of gradients that are subnormal in the format, and what has more than kSubnormal of them.
+struct Subnormals {
+  FormatCounts counts;
+  Ranked where;
+
+  void add(const FormatCounts& of_one, const std::string& name) {
+    counts.add(of_one);
+    if (of_one.subnormal_share() > kSubnormal)
+      where.emplace_back(of_one.subnormal_share(), name);
+  }
+  bool are_many() const { return counts.subnormal_share() > kSubnormal; }
+};
+
+Subnormals subnormals_of_parameters(const Evidence& evidence) {
+  Subnormals found;
+  for (const ParameterSummary& parameter : evidence.summary.parameters) {
+    if (!parameter.gradient.has_value() ||
+        passed_format(evidence, parameter) == Passed::no)
+      continue;
+    found.add(parameter.scaled_gradient[evidence.format_index], parameter.info.name);
+  }
+  return found;
+}
+
+// Those of the layers' outputs. They are smaller where a loss is a mean over many values, and are
+// added up in the parameters' gradients, which look healthy then.
+Subnormals subnormals_of_outputs(const Evidence& evidence) {
+  Subnormals found;
+  for (const LayerSummary& layer : evidence.summary.layers) {
+    if (layer.output_gradient.has_value() &&
+        layer.output_gradient->dtype == evidence.format->name)
+      found.add(layer.scaled_gradient[evidence.format_index], layer.name);
   }
   return found;
 }
@@ -69,7 +122,7 @@ LostGradients lost_gradients(const Evidence& evidence) {
   LostGradients found;
   for (const ParameterSummary& parameter : evidence.summary.parameters) {
     if (!parameter.gradient.has_value()) continue;
-    const LostValues lost = lost_values(parameter, evidence.format_index);
+    const LostValues lost = lost_values(evidence, parameter);
     found.overall.lost += lost.lost;
     found.overall.all += lost.all;
     found.worst = std::max(found.worst, lost.share());
@@ -150,7 +203,8 @@ std::optional<Verdict> judge_underflow(const Evidence& evidence) {
   if (gradients.overall.all == 0) return std::nullopt;
   if (underflows(gradients)) return lost_values_verdict(evidence, gradients);
   if (gradients.worst >= kUnderflowParameter) return lost_parameters(evidence, gradients);
-  if (judge_zero_gradients(evidence).has_value()) return std::nullopt;
+  if (judge_zero_gradients(evidence).has_value() || subnormals_of_outputs(evidence).are_many())
+    return std::nullopt;
   const double share = gradients.overall.share();
   std::optional<Verdict> good = share_verdict(Severity::good, "underflow", share);
   good->title = fmt::format("Gradients keep clear of {}'s lower end: {} round to zero",
@@ -161,20 +215,17 @@ std::optional<Verdict> judge_underflow(const Evidence& evidence) {
 
 std::optional<Verdict> judge_subnormals(const Evidence& evidence) {
   if (evidence.format == nullptr || underflows(lost_gradients(evidence))) return std::nullopt;
-  FormatCounts all;
-  Ranked parameters;
-  for (const ParameterSummary& parameter : evidence.summary.parameters) {
-    const FormatCounts& counts = parameter.scaled_gradient[evidence.format_index];
-    all.add(counts);
-    if (counts.subnormal_share() > kSubnormal)
-      parameters.emplace_back(counts.subnormal_share(), parameter.info.name);
-  }
-  if (all.subnormal_share() <= kSubnormal) return std::nullopt;
-  std::optional<Verdict> verdict =
-      share_verdict(Severity::warning, "subnormals", all.subnormal_share());
-  verdict->where = worst_first(parameters);
-  verdict->title = fmt::format("{} of the gradients' values are subnormal in {}",
-                               percent(all.subnormal_share()), evidence.format->name);
+  const Subnormals of_parameters = subnormals_of_parameters(evidence);
+  const Subnormals of_outputs = subnormals_of_outputs(evidence);
+  if (!of_parameters.are_many() && !of_outputs.are_many()) return std::nullopt;
+  const Subnormals& found = of_parameters.are_many() ? of_parameters : of_outputs;
+  const double share = found.counts.subnormal_share();
+  std::optional<Verdict> verdict = share_verdict(Severity::warning, "subnormals", share);
+  verdict->where = worst_first(found.where);
+  verdict->title = fmt::format("{} of the values of {} are subnormal in {}", percent(share),
+                               of_parameters.are_many() ? "the parameters' gradients"
+                                                        : "the gradients of layers' outputs",
+                               evidence.format->name);
   verdict->detail = fmt::format(
       "They lie between 2^{} and 2^{} {}, and keep fewer bits the smaller they are.",
       evidence.format->min_subnormal - 1, evidence.format->min_normal, scale_words(evidence));

@@ -29,6 +29,11 @@ bool divides_by_root(std::string_view optimizer) {
   return contains("Adam") || contains("LAMB") || contains("RMSprop");
 }
 
+// The optimizer, or the one whose options an optimizer of another kind has.
+const std::string& rule_of(const RunOptimizerGroup& group) {
+  return divides_by_root(group.optimizer) ? group.optimizer : group.rule;
+}
+
 // Semitone's optimizers compute in fp32, whatever dtype their parameters have.
 bool computes_in_fp32(std::string_view optimizer) {
   return optimizer.starts_with("Fused");
@@ -49,7 +54,7 @@ double share_below(const ValueCounts& values, double limit) {
 const RunOptimizerGroup* group_with_largest_eps(const RunData& run) {
   const RunOptimizerGroup* found = nullptr;
   for (const RunOptimizerGroup& group : run.optimizer_groups) {
-    if (!divides_by_root(group.optimizer) || group.eps.value_or(0) <= 0) continue;
+    if (!divides_by_root(rule_of(group)) || group.eps.value_or(0) <= 0) continue;
     if (found == nullptr || *group.eps > *found->eps) found = &group;
   }
   return found;
@@ -128,11 +133,11 @@ std::optional<Verdict> judge_eps(const Evidence& evidence) {
   const NumberFormat& float16 = kNumberFormats[kFloat16];
   for (const RunOptimizerGroup& group : evidence.run.optimizer_groups) {
     const double eps = group.eps.value_or(1);
-    if (!divides_by_root(group.optimizer) || computes_in_fp32(group.optimizer) ||
+    if (!divides_by_root(rule_of(group)) || computes_in_fp32(rule_of(group)) ||
         group.dtype != float16.name || eps > std::ldexp(1.0, float16.min_subnormal - 1))
       continue;
     std::optional<Verdict> verdict = number_verdict(Severity::problem, "eps", eps, "");
-    verdict->title = fmt::format("{}'s eps of {:.3g} is zero in float16", group.optimizer, eps);
+    verdict->title = fmt::format("{}'s eps of {:.3g} is zero in float16", rule_of(group), eps);
     verdict->detail =
         "The optimizer has float16 weights, and computes in float16. Where a gradient is zero from "
         "the start, it then divides zero by zero, and the weight becomes NaN.";
@@ -157,7 +162,7 @@ std::optional<Verdict> judge_eps(const Evidence& evidence) {
   verdict->where = worst_first(weights);
   verdict->title =
       fmt::format("Most gradients of {} are smaller than {}'s eps of {:.3g}",
-                  first_and_others(verdict->where, number), group->optimizer, *group->eps);
+                  first_and_others(verdict->where, number), rule_of(*group), *group->eps);
   verdict->detail = fmt::format(
       "An update is the mean gradient divided by its root mean square plus eps. Where eps is the "
       "larger one, updates shrink with the gradients: {} of all gradients' values are below it.",

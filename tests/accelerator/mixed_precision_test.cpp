@@ -1,3 +1,5 @@
+#include "semitone/amp/tune.h"
+#include "semitone/autocast/autocast.h"
 #include "tests/accelerator/training.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/levels.h"
@@ -9,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -152,6 +155,22 @@ TEST_F(AcceleratorMixedPrecision, ChannelsLastModelsMayUseView) {
     got.sum().backward();
     EXPECT_EQ(net->conv->weight.grad().sizes(), net->conv->weight.sizes()) << level;
   }
+}
+
+// The first training moves the model, as the program's own does.
+TEST_F(AcceleratorMixedPrecision, TuneFollowsTheModelToItsDevice) {
+  torch::nn::Linear net(8, 8);
+  const auto loss = [&](const std::optional<amp::CastPolicy>& policy) {
+    if (net->weight.device() != device()) move(*net, device());
+    const at::Tensor x = torch::ones({2, 8}).to(device());
+    if (!policy.has_value()) return 1.0;
+    const amp::Autocast region(*policy);
+    const bool in_fp32 = net(x).scalar_type() == at::kFloat;
+    return in_fp32 ? 1.0 : 2.0;
+  };
+  const auto result = amp::tune(net, amp::CastPolicy::semitone(at::kHalf), loss);
+  EXPECT_EQ(result.policy.device(), kType);
+  EXPECT_EQ(result.operators, std::vector<std::string>{"addmm"}) << result.to_string();
 }
 
 }  // namespace

@@ -440,8 +440,44 @@ TEST(Recorder, DescribesTheOptimizers) {
   log.set_step(1);
   log.close();
   EXPECT_EQ(test::lines_of_kind(folder.path(), "model").at(0).at("optimizers"),
-            nlohmann::json::parse(R"([{"type": "Adam", "groups": [{"dtype": "Float", "eps": 1e-6}]},
-                                      {"type": "SGD", "groups": [{"dtype": "Half"}]}])"));
+            nlohmann::json::parse(R"([
+    {"type": "Adam", "groups": [{"dtype": "Float", "rule": "Adam", "eps": 1e-6}]},
+    {"type": "SGD", "groups": [{"dtype": "Half", "rule": "SGD"}]}])"));
+}
+
+// Neither its options nor its state have a serialize().
+struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {};
+struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {};
+class OwnOptimizer : public torch::optim::Optimizer {
+ public:
+  explicit OwnOptimizer(std::vector<at::Tensor> parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                  std::make_unique<OwnOptions>()) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    for (const at::Tensor& parameter : param_groups_[0].params())
+      state_[parameter.unsafeGetTensorImpl()] = std::make_unique<OwnState>();
+    return {};
+  }
+};
+
+TEST(Recorder, TakesOptimizersThatCannotBeSaved) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  OwnOptimizer own(net->parameters());
+  RunLog log(folder.path());
+  Recorder recorder(log, *net, RecorderOptions().every(1));
+  recorder.add_optimizer(own);
+  for (const std::int64_t step : {1, 2}) {
+    log.set_step(step);
+    own.step();
+  }
+  log.close();
+  EXPECT_EQ(test::lines_of_kind(folder.path(), "model").at(0).at("optimizers"),
+            nlohmann::json::parse(
+                R"([{"type": "OwnOptimizer", "groups": [{"dtype": "Float", "rule": "Own"}]}])"));
+  const auto samples = test::lines_of_kind(folder.path(), "sample");
+  ASSERT_EQ(samples.size(), 2U);
+  EXPECT_EQ(samples[1].at("memory").at("optimizer_state"), 0);
 }
 
 TEST(Recorder, MeasuresTheStateOfOptimizers) {

@@ -45,6 +45,16 @@ TEST(RunLogEvents, RecordLossScalesWhereTheyChange) {
                                                      "5,amp/loss_scale,8", "5,amp/loss_scale_1,1"));
 }
 
+TEST(RunLogEvents, WithoutAStepWaitForTheNextValueThatHasOne) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  events::emit(update(8, 4));
+  log.add_text("note", "the first samples look fine");
+  log.add_scalar("train/loss", 0.5, 100);
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()), ElementsAre("100,amp/loss_scale,4", "100,train/loss,0.5"));
+}
+
 TEST(RunLogEvents, TellTheScalesOfTwoScalersApart) {
   const TemporaryFolder folder;
   RunLog log(folder.path());

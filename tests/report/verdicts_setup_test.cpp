@@ -97,6 +97,11 @@ Json optimizer(const std::string& type, const std::string& dtype, double eps) {
   return {{"type", type}, {"groups", {{{"dtype", dtype}, {"eps", eps}}}}};
 }
 
+// Of another optimizer, such as ZeroRedundancyOptimizer.
+Json sharded(const std::string& rule, const std::string& dtype, double eps) {
+  return {{"type", "Sharded"}, {"groups", {{{"dtype", dtype}, {"rule", rule}, {"eps", eps}}}}};
+}
+
 // A run with two parameters, whose gradients have the given exponents, one value each.
 void add_gradients(MadeUpRun& run, const Json& optimizer, const std::vector<int>& of_one,
                    const std::vector<int>& of_other) {
@@ -137,6 +142,17 @@ TEST(EpsVerdict, OptimizersThatDivideByNoRootOfSquaresAreNotJudged) {
     MadeUpRun run;
     add_gradients(run, optimizer(type, "Float", 1e-8), {-30}, {-30});
     EXPECT_FALSE(has(run, "eps")) << type;
+  }
+}
+
+TEST(EpsVerdict, AnOptimizerThatShardsAnotherIsJudgedByItsOptions) {
+  for (const char* const rule : {"Adam", "FusedAdam", "SGD"}) {
+    MadeUpRun run;
+    add_gradients(run, sharded(rule, "Half", 1e-8), {-5}, {-5});
+    const bool divides_in_fp16 = std::string(rule) == "Adam";
+    EXPECT_EQ(verdict_of(run, "eps").title,
+              divides_in_fp16 ? "Adam's eps of 1e-08 is zero in float16" : "")
+        << rule;
   }
 }
 

@@ -81,6 +81,40 @@ TEST(Verdicts, WarnOfSubnormalGradients) {
   EXPECT_THAT(verdict.where, ElementsAre("w"));
 }
 
+// Such as those of a layer that the policy keeps in fp32.
+TEST(Verdicts, JudgeNoGradientThatHasNotBeenInTheFormat) {
+  for (const char* const dtype : {"Float", "Half"}) {
+    MadeUpRun run;
+    run.add({model({parameter("tiny", "Linear", {4, 16})}),
+             sample(1, 1,
+                    {tensor("output_gradient", "tiny", dtype, -8, {10}),
+                     tensor("gradient", "tiny.weight", "Float", -26, {10}, /*zeros=*/5)})});
+    const bool was_in_format = std::string(dtype) == "Half";
+    EXPECT_EQ(verdict_of(run, "underflow").severity,
+              was_in_format ? Severity::problem : Severity::good);
+    MadeUpRun subnormal;
+    subnormal.add({model({parameter("tiny", "Linear", {4, 16})}),
+                   sample(1, 1,
+                          {tensor("output_gradient", "tiny", dtype, -8, {10}),
+                           tensor("gradient", "tiny.weight", "Float", -16, {10})})});
+    EXPECT_EQ(has(subnormal, "subnormals"), was_in_format);
+  }
+}
+
+// The gradients of parameters are sums of them, and may look healthy.
+TEST(Verdicts, WarnOfSubnormalGradientsOfOutputs) {
+  MadeUpRun run;
+  run.add({sample(1, 1,
+                  {tensor("output_gradient", "fc", "Half", -24, {30, 10}),
+                   tensor("output_gradient", "wide", "Float", -24, {30, 10}),
+                   tensor("gradient", "fc.weight", "Float", -9, {40})})});
+  const Verdict verdict = verdict_of(run, "subnormals");
+  EXPECT_EQ(verdict.severity, Severity::warning);
+  EXPECT_THAT(verdict.where, ElementsAre("fc"));
+  EXPECT_THAT(verdict.title, HasSubstr("100 % of the values of the gradients of layers' outputs"));
+  EXPECT_FALSE(has(run, "underflow")) << "which would be good";
+}
+
 TEST(Verdicts, WarnOfGradientsThatAreAlwaysZero) {
   MadeUpRun run;
   for (const std::int64_t step : {1, 2}) {

@@ -1,5 +1,6 @@
 #include "semitone/report/what_if.h"
 
+#include "src/report/rounded_values.h"
 #include "tests/support/errors.h"
 #include "tests/support/toy_nets.h"
 
@@ -186,6 +187,14 @@ TEST(WhatIf, InfinitiesAndPausesLeaveTheScale) {
   const auto effect = what_if.rows().at(0).effects.at(0);
   EXPECT_EQ(effect.underflow, 0);
   EXPECT_LT(effect.error, 0.2);
+}
+
+// As with a mask of scores whose other values are not 0: a hidden key stays hidden.
+TEST(WhatIf, AnInfStaysOneInFp8) {
+  const auto inf = std::numeric_limits<float>::infinity();
+  const at::Tensor mask = torch::tensor({-inf, -8.0F, inf, 0.5F, 3.0F});
+  for (const auto format : {torch::kFloat8_e4m3fn, torch::kFloat8_e5m2})
+    EXPECT_TRUE(torch::equal(semitone::report::rounded(mask, format, 8).values, mask)) << format;
 }
 
 TEST(WhatIf, LooksOnlyAtMemoryThatThereIs) {

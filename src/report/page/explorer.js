@@ -99,7 +99,7 @@ class Explorer {
       return 0;
     }
     const lossScale = histogram.loss_scale ?? scaleInForce(report, histogram.step);
-    return lossScale > 0 ? Math.log2(lossScale) : 0;
+    return lossScale > 0 ? Math.round(Math.log2(lossScale)) : 0;  // as the shares
   }
 
   /** The same for the loss scale that is tried. */
