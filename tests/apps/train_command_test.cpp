@@ -249,6 +249,7 @@ TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
   EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
 }
 
+#if !defined(__SANITIZE_THREAD__)  // which maps a file that is larger when the program starts
 // The weights are larger than a file may be here, and the results smaller.
 TEST_F(CliTest, WeightsThatCannotBeWrittenLeaveTheResults) {
   const std::string file = (folder_ / "results.json").string();
@@ -265,6 +266,7 @@ TEST_F(CliTest, WeightsThatCannotBeWrittenLeaveTheResults) {
   EXPECT_EQ(json::parse(read_text(file)).size(), 1U);
   EXPECT_FALSE(std::filesystem::exists(folder_ / "w.pt"));
 }
+#endif
 
 TEST_F(CliTest, ResultsDoNotReplaceWhatTheTrainingReads) {
   const std::string file = (folder_ / "file").string();
