@@ -3,6 +3,7 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/unreduced_marks.h"
 #include "src/autocast/model_entries.h"
+#include "src/scaling/gradient_events.h"
 
 #include <algorithm>
 #include <string>
@@ -142,6 +143,11 @@ void MixedPrecision::Impl::unscale(const std::vector<OptimizerRecord*>& of,
   std::vector<OptimizerRecord*> all = of;
   all.insert(all.end(), sharing.begin(), sharing.end());
   UnscalePass(*this, all, inverse, inverse_on_device).run(found_inf);
+  for (OptimizerRecord* record : of) {
+    if (inverse_on_device.defined()) break;  // while a graph is captured, nothing may be read
+    emit_unscaled_gradients(*record->optimizer,
+                            record->masters.has_value() ? &*record->masters : nullptr);
+  }
   for (Pending& result : results) {
     result.found_inf = found_inf;
     note(pending, std::move(result));

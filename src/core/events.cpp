@@ -70,6 +70,9 @@ void emit(const StepSkipped& event) {
 void emit(const OperatorReplaced& event) {
   tell(event);
 }
+void emit(const GradientsUnscaled& event) {
+  tell(event);
+}
 void emit(const GradientsReady& event) {
   tell(event);
 }

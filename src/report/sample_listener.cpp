@@ -61,6 +61,10 @@ void SampleListener::on(const events::StepSkipped& event) {
   observe([&](SampleState& state, double) { state.add(event); });
 }
 
+void SampleListener::on(const events::GradientsUnscaled& event) {
+  observe([&](SampleState& state, double) { state.add(event); });
+}
+
 void SampleListener::on(const events::GradientsReady& event) {
   observe([&](SampleState& state, double) { state.add(event); });
 }

@@ -26,6 +26,7 @@ class SampleListener : public events::Listener {
   void on(const events::LossScaleUpdated& event) override;
   void on(const events::StepSkipped& event) override;
   void on(const events::OperatorReplaced& event) override;
+  void on(const events::GradientsUnscaled& event) override;
   void on(const events::GradientsReady& event) override;
   void on(const events::PhaseBegan& event) override;
   void on(const events::PhaseEnded& event) override;

@@ -178,6 +178,16 @@ void SampleState::add(const events::StepSkipped&) {
   is_skipped_ = true;
 }
 
+void SampleState::add(const events::GradientsUnscaled& event) {
+  for (std::size_t i = 0; i < event.parameters.size() && i < event.gradients.size(); ++i) {
+    const auto* const entry = model_->find(event.parameters[i]);
+    if (entry == nullptr || !can_sample(event.gradients[i])) continue;
+    const SampledValues values = sample_of(event.gradients[i], event.scale);
+    const std::lock_guard lock(mutex_);
+    unscaled_.insert_or_assign(entry, values);
+  }
+}
+
 void SampleState::add(const events::GradientsReady& event) {
   if (event.scale != 1) {
     const std::lock_guard lock(mutex_);
@@ -187,7 +197,11 @@ void SampleState::add(const events::GradientsReady& event) {
     const at::Tensor& gradient = event.gradients[i];
     const auto* const entry = model_->find(event.parameters[i]);
     if (entry == nullptr || !can_sample(gradient)) continue;
-    const SampledValues values = sample_of(gradient, event.scale);
+    const auto unscaled = [&] {
+      const std::lock_guard lock(mutex_);
+      return unscaled_.extract(entry);
+    }();
+    const SampledValues values = unscaled ? unscaled.mapped() : sample_of(gradient, event.scale);
     const std::lock_guard lock(mutex_);
     tensors_.add_gradient(*entry, values, static_cast<std::int64_t>(gradient.nbytes()));
   }

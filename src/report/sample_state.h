@@ -82,6 +82,7 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
 
   void add(const events::LossScaleUpdated& event);
   void add(const events::StepSkipped& event);
+  void add(const events::GradientsUnscaled& event);
   void add(const events::GradientsReady& event);
   void begin_phase(events::Phase phase, double now);
   void end_phase(double now);
@@ -116,6 +117,8 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   bool is_skipped_ = false;
   std::optional<std::string> failure_;
   SampledTensors tensors_;
+  // Of GradientsUnscaled, for the next GradientsReady: the program may clip them in between.
+  std::map<const RecordedModel::Entry*, SampledValues> unscaled_;
   WeightTracker tracker_;
   OperatorTable operators_;
   ForwardMemory forward_memory_;

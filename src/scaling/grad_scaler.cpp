@@ -110,6 +110,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     unscaled_->note(parameter);
   });
+  emit_unscaled_gradients(optimizer);
   // Without gradients here, other ranks may still have some.
   if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
   if (!stepped_) {

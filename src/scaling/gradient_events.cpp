@@ -55,9 +55,9 @@ struct Origins {
   double scale = 1;   // of the deferred gradients
 };
 
-}  // namespace
-
-void emit_gradients(torch::optim::Optimizer& optimizer, Masters* masters) {
+// Calls emit(parameters, gradients, weights, scale).
+template <typename Emit>
+void emit_lists(torch::optim::Optimizer& optimizer, Masters* masters, const Emit& emit) {
   if (!events::wants_gradients()) return;
   const at::NoGradGuard no_grad;
   const Origins origins(masters);
@@ -77,7 +77,23 @@ void emit_gradients(torch::optim::Optimizer& optimizer, Masters* masters) {
                                            : scaled_like_deferred(weight.grad(), origins.scale));
     weights.push_back(is_split ? at::Tensor() : weight);
   });
-  events::emit(events::GradientsReady{parameters, gradients, weights, origins.scale});
+  emit(parameters, gradients, weights, origins.scale);
+}
+
+}  // namespace
+
+void emit_gradients(torch::optim::Optimizer& optimizer, Masters* masters) {
+  emit_lists(optimizer, masters,
+             [](const auto& parameters, const auto& gradients, const auto& weights, double scale) {
+               events::emit(events::GradientsReady{parameters, gradients, weights, scale});
+             });
+}
+
+void emit_unscaled_gradients(torch::optim::Optimizer& optimizer, Masters* masters) {
+  emit_lists(optimizer, masters,
+             [](const auto& parameters, const auto& gradients, const auto&, double scale) {
+               events::emit(events::GradientsUnscaled{parameters, gradients, scale});
+             });
 }
 
 }  // namespace semitone::amp

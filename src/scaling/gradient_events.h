@@ -12,5 +12,7 @@ class Masters;
 // gradients are unscaled, or deferred.
 // @param masters  of the optimizer; null without any
 void emit_gradients(torch::optim::Optimizer& optimizer, Masters* masters = nullptr);
+// The same of events::GradientsUnscaled, after a backward pass.
+void emit_unscaled_gradients(torch::optim::Optimizer& optimizer, Masters* masters = nullptr);
 
 }  // namespace semitone::amp

@@ -1,9 +1,10 @@
-// The gradients of a step as listeners see them (events::GradientsReady).
+// The gradients of a step as listeners see them (events::GradientsUnscaled, events::GradientsReady).
 
 #include "semitone/amp/initialize.h"
 #include "semitone/core/events.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "tests/amp/scaled_loss_fixture.h"
 #include "tests/support/recorded_events.h"
 #include "tests/support/tensors.h"
@@ -58,6 +59,36 @@ TEST_P(ScaledLossAtEveryLevel, ListenersGetTheGradientsOfTheModel) {
   EXPECT_TRUE(are_same(event.parameters, trained.model->parameters()));
   EXPECT_TRUE(are_same(event.weights, trained.optimizer.param_groups()[0].params()));
   EXPECT_TRUE(same_bits(unscaled(event), plain_gradients()));
+}
+
+// LibTorch's function changes what the step reads, and tells nobody.
+TEST_P(ScaledLossAtEveryLevel, ListenersGetTheGradientsBeforeTheProgramClipsThem) {
+  Trained trained(opts());
+  const RecordedEvents events;
+  trained.backward();
+  ASSERT_EQ(events.unscaled().size(), 1);
+  torch::nn::utils::clip_grad_norm_(trained.mixed.master_params(trained.optimizer), 1e-3);
+  trained.mixed.step(trained.optimizer);
+  ASSERT_EQ(events.unscaled().size(), 1);
+  ASSERT_EQ(events.gradients().size(), 1);
+  const RecordedGradients& before = events.unscaled().front();
+  EXPECT_TRUE(are_same(before.parameters, trained.model->parameters()));
+  EXPECT_TRUE(same_bits(unscaled(before), plain_gradients()));
+  EXPECT_FALSE(same_bits(unscaled(events.gradients().front()), plain_gradients()));
+}
+
+TEST(GradScalerEvents, HaveTheGradientsBeforeTheProgramClipsThem) {
+  Toy model;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  GradScaler scaler(LossScaleOptions().init_scale(64));
+  const RecordedEvents events;
+  scaler.scale(model->forward(ones())).backward();
+  scaler.unscale_(optimizer);
+  torch::nn::utils::clip_grad_norm_(model->parameters(), 1e-3);
+  scaler.step(optimizer);
+  ASSERT_EQ(events.unscaled().size(), 1);
+  EXPECT_TRUE(same_bits(unscaled(events.unscaled().front()), plain_gradients()));
+  EXPECT_FALSE(same_bits(unscaled(events.gradients().front()), plain_gradients()));
 }
 
 TEST_P(ScaledLossAtEveryLevel, ListenersGetTheGradientsOfASkippedStep) {

@@ -42,6 +42,29 @@ bool has_any(const nlohmann::json& sample, std::string_view what) {
   return !find_in(sample.at("tensors"), {{"what", what}}).is_null();
 }
 
+// A loss scale has to fit what the backward pass makes.
+TEST(RecorderGradients, AreThoseBeforeTheProgramClipsThem) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net, RecorderOptions().every(1));
+  const std::vector<at::Tensor> parameters = net->first->parameters();
+  const at::Tensor gradient = torch::full_like(parameters[0], 8);
+  const std::vector<at::Tensor> gradients{gradient, at::Tensor()};
+  for (const std::int64_t step : {1, 2}) {
+    log.set_step(step);
+    if (step == 1) events::emit(events::GradientsUnscaled{parameters, gradients, 1});
+    const std::vector<at::Tensor> clipped{gradient / 1024, torch::ones_like(parameters[1])};
+    events::emit(events::GradientsReady{parameters, clipped, parameters, 1});
+  }
+  log.close();
+  const auto samples = test::lines_of_kind(folder.path(), "sample");
+  ASSERT_EQ(samples.size(), 2U);
+  EXPECT_EQ(tensor_in(samples[0], "gradient", "first.weight").at("max_abs"), 8);
+  EXPECT_EQ(tensor_in(samples[0], "gradient", "first.bias").at("max_abs"), 1);
+  EXPECT_EQ(tensor_in(samples[1], "gradient", "first.weight").at("max_abs"), 8.0 / 1024);
+}
+
 TEST(RecorderGradients, OfParametersWithoutAnEventMayBeScaled) {
   const TemporaryFolder folder;
   ToyNet net;

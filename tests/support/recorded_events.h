@@ -12,7 +12,8 @@
 
 namespace semitone::test {
 
-// A GradientsReady. Gradients are copies: the step drops or changes the tensors.
+// A GradientsReady, or a GradientsUnscaled, without weights. Gradients are copies: the step drops or
+// changes the tensors.
 struct RecordedGradients {
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> gradients;
@@ -24,6 +25,7 @@ struct RecordedGradients {
 class RecordedEvents {
  public:
   const std::vector<RecordedGradients>& gradients() const { return recorder_->gradients; }
+  const std::vector<RecordedGradients>& unscaled() const { return recorder_->unscaled; }
   const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }
   const std::vector<events::StepSkipped>& skips() const { return recorder_->skips; }
   const std::vector<events::Cast>& casts() const { return recorder_->casts; }
@@ -53,7 +55,12 @@ class RecordedEvents {
       gradients.push_back({event.parameters.vec(), copies(event.gradients.vec()),
                            event.weights.vec(), event.scale});
     }
+    void on(const events::GradientsUnscaled& event) override {
+      unscaled.push_back(
+          {event.parameters.vec(), copies(event.gradients.vec()), {}, event.scale});
+    }
     std::vector<RecordedGradients> gradients;
+    std::vector<RecordedGradients> unscaled;
     std::vector<std::pair<std::string, std::string>> operators;
     std::string phases;
     std::vector<events::Cast> casts;

@@ -55,6 +55,20 @@ struct OperatorReplaced {
       kernel;  ///< "emulated": fp32 arithmetic on rounded values; "semitone": a faster one
 };
 
+/// The gradients of an optimizer's parameters after they were divided by the loss scale, before the
+/// program clips them. Several backward passes before a step emit it again, with the sums so far.
+/// The end of amp::MixedPrecision::scale_loss and amp::GradScaler::unscale_ emit it, at every opt
+/// level. Steps that amp::CapturedStep replays on a device do not.
+///
+/// The lists have one element for each parameter, in the same order. They are valid until the
+/// listener returns.
+struct GradientsUnscaled {
+  at::TensorList parameters;  ///< as in GradientsReady
+  at::TensorList gradients;   ///< not defined where a parameter has none
+  /// The gradients are still multiplied by it; 1 if they are unscaled in memory.
+  double scale;
+};
+
 /// The gradients that a step of an optimizer is about to use, or would use if it were not skipped.
 /// amp::MixedPrecision::step and amp::GradScaler::step emit it, at every opt level. Steps that
 /// amp::CapturedStep replays on a device do not.
@@ -114,11 +128,12 @@ class Listener {
   virtual void on(const LossScaleUpdated&) {}
   virtual void on(const StepSkipped&) {}
   virtual void on(const OperatorReplaced&) {}
+  virtual void on(const GradientsUnscaled&) {}
   virtual void on(const GradientsReady&) {}
   virtual void on(const PhaseBegan&) {}
   virtual void on(const PhaseEnded&) {}
 
-  /// Whether GradientsReady is to be emitted. Checked before its lists are made, which may take
+  /// Whether GradientsUnscaled and GradientsReady are to be emitted. Checked before its lists are made, which may take
   /// memory and time. A listener that returns false may still receive it, for another one.
   virtual bool wants_gradients() const { return false; }
 };
@@ -140,14 +155,15 @@ class [[nodiscard]] Listen {
 /// Returns whether this thread has a listener. Check it before computing a value only for an event.
 bool listening();
 
-/// Returns whether a listener of this thread wants GradientsReady now. Check it before making its
-/// lists.
+/// Returns whether a listener of this thread wants GradientsUnscaled and GradientsReady now. Check
+/// it before making their lists.
 bool wants_gradients();
 
 void emit(const Cast& event);
 void emit(const LossScaleUpdated& event);
 void emit(const StepSkipped& event);
 void emit(const OperatorReplaced& event);
+void emit(const GradientsUnscaled& event);
 void emit(const GradientsReady& event);
 void emit(const PhaseBegan& event);
 void emit(const PhaseEnded& event);

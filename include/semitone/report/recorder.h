@@ -47,8 +47,9 @@ struct RecorderOptions {
 /// - for each batch norm, whether it used the statistics of its batch
 ///
 /// Rules:
-/// - Gradients are those of events::GradientsReady, which MixedPrecision and GradScaler emit.
-///   Without a loss scale, a parameter without this event has `.grad()` at the end of the step. Once
+/// - Gradients are those of the parameters that events::GradientsReady names, which MixedPrecision
+///   and GradScaler emit, and as events::GradientsUnscaled had them last in the step: before the
+///   program clips them. Without a loss scale, a parameter without this event has `.grad()` at the end of the step. Once
 ///   a scale is known it has none: `.grad()` may still be multiplied by it, as in a step that only
 ///   accumulates gradients.
 /// - A loss scale is known after its first update. Until then, in a step without GradientsReady in
