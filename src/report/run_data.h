@@ -73,7 +73,7 @@ struct RunOptimizerGroup {
   std::string optimizer;  // "Adam"
   // By its options; not the optimizer's name where that gives parts of the groups to another one.
   std::string rule;
-  std::string dtype;      // of its parameters, Python's name; empty if it has none
+  std::string dtype;  // of its parameters, Python's name; empty if it has none
   std::optional<double> eps;
 };
 

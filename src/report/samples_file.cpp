@@ -130,9 +130,8 @@ void read_model(const RecordFields& line, RunData& run) {
   run.optimizer_groups.clear();
   line.for_each("optimizers", [&](const RecordFields& optimizer) {
     optimizer.for_each("groups", [&](const RecordFields& group) {
-      run.optimizer_groups.push_back(
-          {optimizer.text("type"), group.text("rule"), python_dtype(group.text("dtype")),
-           group.number("eps")});
+      run.optimizer_groups.push_back({optimizer.text("type"), group.text("rule"),
+                                      python_dtype(group.text("dtype")), group.number("eps")});
     });
   });
 }

@@ -55,8 +55,7 @@ Passed passed_format(const Evidence& evidence, const ParameterSummary& parameter
 // those of fp32 weights at O1 are, has no value below the format's smallest number. The rows of a
 // table that a batch does not have are zero by themselves.
 bool may_have_vanished(const ParameterSummary& parameter, Passed passed, std::size_t format) {
-  const bool was_in_format =
-      passed == Passed::yes || parameter.scaled_gradient[format].zero == 0;
+  const bool was_in_format = passed == Passed::yes || parameter.scaled_gradient[format].zero == 0;
   return was_in_format && parameter.info.layer_type.find("Embedding") == std::string::npos;
 }
 
@@ -83,8 +82,7 @@ struct Subnormals {
 
   void add(const FormatCounts& of_one, const std::string& name) {
     counts.add(of_one);
-    if (of_one.subnormal_share() > kSubnormal)
-      where.emplace_back(of_one.subnormal_share(), name);
+    if (of_one.subnormal_share() > kSubnormal) where.emplace_back(of_one.subnormal_share(), name);
   }
   bool are_many() const { return counts.subnormal_share() > kSubnormal; }
 };
@@ -92,8 +90,7 @@ struct Subnormals {
 Subnormals subnormals_of_parameters(const Evidence& evidence) {
   Subnormals found;
   for (const ParameterSummary& parameter : evidence.summary.parameters) {
-    if (!parameter.gradient.has_value() ||
-        passed_format(evidence, parameter) == Passed::no)
+    if (!parameter.gradient.has_value() || passed_format(evidence, parameter) == Passed::no)
       continue;
     found.add(parameter.scaled_gradient[evidence.format_index], parameter.info.name);
   }
@@ -105,8 +102,7 @@ Subnormals subnormals_of_parameters(const Evidence& evidence) {
 Subnormals subnormals_of_outputs(const Evidence& evidence) {
   Subnormals found;
   for (const LayerSummary& layer : evidence.summary.layers) {
-    if (layer.output_gradient.has_value() &&
-        layer.output_gradient->dtype == evidence.format->name)
+    if (layer.output_gradient.has_value() && layer.output_gradient->dtype == evidence.format->name)
       found.add(layer.scaled_gradient[evidence.format_index], layer.name);
   }
   return found;
@@ -222,10 +218,10 @@ std::optional<Verdict> judge_subnormals(const Evidence& evidence) {
   const double share = found.counts.subnormal_share();
   std::optional<Verdict> verdict = share_verdict(Severity::warning, "subnormals", share);
   verdict->where = worst_first(found.where);
-  verdict->title = fmt::format("{} of the values of {} are subnormal in {}", percent(share),
-                               of_parameters.are_many() ? "the parameters' gradients"
-                                                        : "the gradients of layers' outputs",
-                               evidence.format->name);
+  verdict->title = fmt::format(
+      "{} of the values of {} are subnormal in {}", percent(share),
+      of_parameters.are_many() ? "the parameters' gradients" : "the gradients of layers' outputs",
+      evidence.format->name);
   verdict->detail = fmt::format(
       "They lie between 2^{} and 2^{} {}, and keep fewer bits the smaller they are.",
       evidence.format->min_subnormal - 1, evidence.format->min_normal, scale_words(evidence));

@@ -146,8 +146,7 @@ at::Tensor EncoderImpl::forward(const at::Tensor& tokens) {
   // One matrix from here on: a Linear of a matrix adds its bias in the same pass.
   at::Tensor rows = (token_embedding(tokens) + position_embedding(positions)).flatten(0, 1);
   rows = dropout(norm(rows));
-  const auto how =
-      semitone::nn::CheckpointOptions().preserve_rng_state(options_.dropout() != 0);
+  const auto how = semitone::nn::CheckpointOptions().preserve_rng_state(options_.dropout() != 0);
   for (const auto& layer : *layers) {
     const auto run = [layer, length](const at::Tensor& x) {
       return layer->as<EncoderLayerImpl>()->forward(x, length);

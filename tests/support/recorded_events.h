@@ -56,8 +56,7 @@ class RecordedEvents {
                            event.weights.vec(), event.scale});
     }
     void on(const events::GradientsUnscaled& event) override {
-      unscaled.push_back(
-          {event.parameters.vec(), copies(event.gradients.vec()), {}, event.scale});
+      unscaled.push_back({event.parameters.vec(), copies(event.gradients.vec()), {}, event.scale});
     }
     std::vector<RecordedGradients> gradients;
     std::vector<RecordedGradients> unscaled;

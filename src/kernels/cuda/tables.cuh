@@ -15,8 +15,9 @@ constexpr unsigned kMostItems = 64;
 
 // The items of a table. The rest of a kernel's arguments has 64 bytes. Optimizer steps have some 28.
 template <typename Item>
-constexpr unsigned kItems = std::min<std::size_t>(
-    kMostItems, (kMostArgumentBytes - 64 - 4 * sizeof(unsigned)) / (sizeof(Item) + sizeof(unsigned)));
+constexpr unsigned kItems =
+    std::min<std::size_t>(kMostItems, (kMostArgumentBytes - 64 - 4 * sizeof(unsigned)) /
+                                          (sizeof(Item) + sizeof(unsigned)));
 
 template <typename Item>
 struct Table {
