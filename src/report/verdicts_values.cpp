@@ -173,9 +173,8 @@ std::optional<Verdict> judge_outputs(const Evidence& evidence) {
       "the forward pass.",
       evidence.format->max);
   verdict->remedy =
-      "keep the layers in float32 (CastPolicy::keep_fp32_params), normalise their inputs, or train "
-      "in "
-      "bfloat16 (--dtype bf16)";
+      "keep the layers in float32 (CastPolicy::keep_fp32_params), normalise their inputs, or "
+      "train in bfloat16 (--dtype bf16)";
   if (evidence.format_index == kBFloat16)
     verdict->remedy = "lower the learning rate, or normalise the layers' inputs";
   return verdict;
