@@ -55,6 +55,7 @@ void CapturedStep::Impl::run_on_device(Captured& into) {
   const std::vector<at::Tensor> others = find_others();
   record.for_each_leaf(renew_accumulator);
   for (const at::Tensor& other : others) renew_accumulator(other);
+  for (const at::Tensor& leaf : find_elsewhere()) renew_accumulator(leaf);
   const OthersAside aside(others);
   state.scale_on_device = {options.loss_id(), into.scale.scale(), into.scale.inverse()};
   const auto clean_up = c10::make_scope_exit([&] {

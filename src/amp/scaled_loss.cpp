@@ -4,6 +4,7 @@
 #include "src/amp/scaled_loss_work.h"
 #include "src/autocast/custom_backward.h"
 #include "src/core/log.h"
+#include "src/scaling/gradient_events.h"
 
 #include <algorithm>
 #include <exception>
@@ -14,12 +15,14 @@
 
 namespace semitone::amp {
 
-ScaledLoss::ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work)
-    : scaled_(std::move(scaled)), work_(std::move(work)) {}
+ScaledLoss::ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work,
+                       std::vector<torch::optim::Optimizer*> plain)
+    : scaled_(std::move(scaled)), work_(std::move(work)), plain_(std::move(plain)) {}
 
 ScaledLoss::ScaledLoss(ScaledLoss&& other) noexcept
     : scaled_(std::move(other.scaled_)),
       work_(std::move(other.work_)),
+      plain_(std::move(other.plain_)),
       finished_(std::exchange(other.finished_, true)) {}
 
 ScaledLoss::~ScaledLoss() {
@@ -75,6 +78,7 @@ void ScaledLoss::finish() {
   require_unfinished();
   try {
     if (work_ != nullptr) work_->finish();
+    for (torch::optim::Optimizer* const optimizer : plain_) emit_unscaled_gradients(*optimizer);
   } catch (...) {
     cancel();
     throw;
@@ -135,14 +139,18 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
     throw Error("amp.mixed_precision.scale_loss", "at least one optimizer", "none",
                 "name the optimizers whose parameters the loss trains");
   }
-  if (!properties.enabled) return ScaledLoss(loss, nullptr);
+  std::vector<torch::optim::Optimizer*> heard;
+  if (events::wants_gradients() && !scale_on_device.has_value()) {
+    for (const OptimizerRecord* record : named) heard.push_back(record->optimizer);
+  }
+  if (!properties.enabled) return ScaledLoss(loss, nullptr, std::move(heard));
   // Plain training: nothing to unscale, and no masters.
   const bool plain = !with.options().dynamic() && with.scale() == 1.0 &&
                      std::none_of(named.begin(), named.end(),
                                   [](const auto* record) { return record->masters.has_value(); });
   if (plain) {
     check_plain_loss(loss);
-    return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
+    return ScaledLoss(cast_floating(loss, at::kFloat), nullptr, std::move(heard));
   }
   const auto& on_device = scale_on_device;
   if (on_device.has_value() && on_device->loss_id != options.loss_id()) {

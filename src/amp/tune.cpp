@@ -42,7 +42,7 @@ class Search {
  public:
   Search(const Model& model, const CastPolicy& policy, const TuneTraining& train,
          const TuneOptions& options)
-      : model_(model), given_(for_device_of(model, policy)), train_(train), options_(options) {
+      : model_(model), given_(policy), train_(train), options_(options) {
     if (!(options.band() > 0) || !std::isfinite(options.band()))
       throw Error(kTune, "a band above 0", fmt::format("{}", options.band()));
     if (options.max_trainings() < 1)

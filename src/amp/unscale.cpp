@@ -143,10 +143,10 @@ void MixedPrecision::Impl::unscale(const std::vector<OptimizerRecord*>& of,
   std::vector<OptimizerRecord*> all = of;
   all.insert(all.end(), sharing.begin(), sharing.end());
   UnscalePass(*this, all, inverse, inverse_on_device).run(found_inf);
-  for (OptimizerRecord* record : of) {
-    if (inverse_on_device.defined()) break;  // while a graph is captured, nothing may be read
-    emit_unscaled_gradients(*record->optimizer,
-                            record->masters.has_value() ? &*record->masters : nullptr);
+  if (!inverse_on_device.defined()) {  // while a graph is captured, nothing may be read
+    for (OptimizerRecord* record : all)
+      emit_unscaled_gradients(*record->optimizer,
+                              record->masters.has_value() ? &*record->masters : nullptr);
   }
   for (Pending& result : results) {
     result.found_inf = found_inf;

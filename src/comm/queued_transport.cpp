@@ -17,8 +17,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// How often the thread polls the oldest work, and a barrier its own. A work holds its tensors as long
-// as it is in the queue: a step's, if that takes 10 ms.
+// How often the thread polls the oldest work, and a barrier its own. A work holds its tensors while
+// it is in the queue: at 50 ms these would be the tensors of several steps.
 constexpr milliseconds kPollInterval(2);
 constexpr std::chrono::microseconds kBarrierPollInterval(500);
 

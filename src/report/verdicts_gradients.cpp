@@ -41,7 +41,7 @@ struct LostValues {
 enum class Passed { yes, no, unknown };
 
 // Whether a parameter's gradient has been in the format: it is, or the gradient of its layer's
-// output is, from which it is computed. Otherwise nothing of it was lost, however small it is.
+// output is, from which it is computed. Otherwise its layer lost nothing, however small it is.
 Passed passed_format(const Evidence& evidence, const ParameterSummary& parameter) {
   const std::string_view name = evidence.format->name;
   if (parameter.gradient->dtype == name) return Passed::yes;

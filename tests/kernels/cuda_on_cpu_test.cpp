@@ -140,7 +140,7 @@ struct Parameter {
 
 template <typename Rule>
 void expect_as_from_arguments(void (*kernel)(const CudaStep<Rule>&, CudaStream)) {
-  // More than two tables have.
+  // More than a table has.
   std::vector<Rule> rules(65);
   for (std::size_t i = 0; i < rules.size(); ++i)
     rules[i].grad_scale = 0.5 + static_cast<double>(i) / 64;

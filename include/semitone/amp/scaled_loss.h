@@ -5,6 +5,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
+
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
 
 namespace semitone::amp {
 
@@ -84,12 +89,14 @@ class [[nodiscard]] ScaledLoss {
  private:
   friend class MixedPrecision;
   struct Work;
-  explicit ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work);
+  explicit ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work,
+                      std::vector<torch::optim::Optimizer*> plain = {});
   void require_unfinished() const;
   void cancel() noexcept;
 
   at::Tensor scaled_;
-  std::unique_ptr<Work> work_;  // null if there is nothing, or nothing more, to do
+  std::unique_ptr<Work> work_;                   // null if there is nothing, or nothing more, to do
+  std::vector<torch::optim::Optimizer*> plain_;  // without work_, for events::GradientsUnscaled
   bool finished_ = false;
 };
 

@@ -57,8 +57,8 @@ struct OperatorReplaced {
 
 /// The gradients of an optimizer's parameters after they were divided by the loss scale, before the
 /// program clips them. Several backward passes before a step emit it again, with the sums so far.
-/// The end of amp::MixedPrecision::scale_loss and amp::GradScaler::unscale_ emit it, at every opt
-/// level. Steps that amp::CapturedStep replays on a device do not.
+/// amp::ScaledLoss::finish, also as a part of its backward(), and amp::GradScaler::unscale_ emit it,
+/// at every opt level. Steps that amp::CapturedStep replays on a device do not.
 ///
 /// The lists have one element for each parameter, in the same order. They are valid until the
 /// listener returns.
@@ -133,8 +133,9 @@ class Listener {
   virtual void on(const PhaseBegan&) {}
   virtual void on(const PhaseEnded&) {}
 
-  /// Whether GradientsUnscaled and GradientsReady are to be emitted. Checked before its lists are made, which may take
-  /// memory and time. A listener that returns false may still receive it, for another one.
+  /// Whether GradientsUnscaled and GradientsReady are to be emitted. Checked before their lists are
+  /// made, which may take memory and time. A listener that returns false may still receive them, for
+  /// another one.
   virtual bool wants_gradients() const { return false; }
 };
 

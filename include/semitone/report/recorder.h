@@ -48,10 +48,10 @@ struct RecorderOptions {
 ///
 /// Rules:
 /// - Gradients are those of the parameters that events::GradientsReady names, which MixedPrecision
-///   and GradScaler emit, and as events::GradientsUnscaled had them last in the step: before the
-///   program clips them. Without a loss scale, a parameter without this event has `.grad()` at the
-///   end of the step. Once a scale is known it has none: `.grad()` may still be multiplied by it,
-///   as in a step that only accumulates gradients.
+///   and GradScaler emit, as the last events::GradientsUnscaled of the step had them, if there was
+///   one: before the program clips them. Without a loss scale, a parameter without this event has
+///   `.grad()` at the end of the step. Once a scale is known it has none: `.grad()` may still be
+///   multiplied by it, as in a step that only accumulates gradients.
 /// - A loss scale is known after its first update. Until then, in a step without GradientsReady in
 ///   which no weight changes, gradients of weights and outputs are left out: a scaler that is still
 ///   to come may have multiplied them. If weights do change, an optimizer has used them as they are.
