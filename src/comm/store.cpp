@@ -47,7 +47,7 @@ Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& opt
   if (kind == net::AddressKind::local ||
       (kind == net::AddressKind::loopback && is_on_one_machine(rendezvous)))
     return listen_on(rendezvous.host, rendezvous.port);
-  if (kind != net::AddressKind::loopback) {
+  if (kind == net::AddressKind::remote) {
     log()->warn(
         "MASTER_ADDR {} is not an address of this machine, on which rank 0 runs: listening on port "
         "{} of all interfaces",

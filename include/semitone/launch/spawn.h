@@ -44,7 +44,8 @@ namespace semitone::launch {
 /// anything but 0 after it, the process counts as failed: the others are stopped, and the result of
 /// the starting process is LaunchOutcome::failed.
 ///
-/// @param function  gets LOCAL_RANK, from 0 to nproc - 1
+/// @param function  gets LOCAL_RANK, from 0 to nproc - 1; RANK where a launcher sets RANK alone, as
+///                  operators of Kubernetes do (group.device() of comm::init knows the local rank)
 /// @param nproc     number of processes
 /// @return          in the starting process, how the job ended; in the processes of the function, a
 ///                  success without workers
