@@ -37,9 +37,9 @@ fine labels). A folder of PNG, JPEG, PPM or PGM images has a sub-folder for each
 without these for --test-share; images of several sizes need --image-size. Other formats must be converted, with
 ImageMagick's mogrify -format png for example.
 The model has the channels, size and classes of the images. A ResNet sees a single channel three times, and images below
-32 x 32 in a frame of zeros. For images up to 32 x 32, it needs at least 2 in each batch. vit has 6 layers of width 192,
-and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR, 16 x 16 for 224 x 224); it is usually trained with
---optimizer adamw and a small rate, such as --lr 0.001.
+32 x 32 in a frame of zeros. For images up to 32 x 32, it needs at least 2 in each batch. vit has 6 layers of width 192
+with 3 heads and a feed-forward width of 768, and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR, 16 x 16 for 224
+x 224); it is usually trained with --optimizer adamw and a small rate, such as --lr 0.001.
 
 gpt learns the text in a file, plain or .gz, in UTF-8 or another encoding without zero bytes. It predicts each character
 (one byte) from those before it, up to --sequence-length. It has the layers of Llama, 4 of width 256 with 4 heads, 3.2 million parameters. The

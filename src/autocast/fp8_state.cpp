@@ -176,6 +176,11 @@ void Fp8State::update() {
     if (largest[i] > 0) scales_[i] = scale_for(largest[i], static_cast<Fp8Role>(i % kRoles));
 }
 
+void Fp8State::discard() {
+  const std::lock_guard lock(mutex_);
+  std::fill(amax_.begin(), amax_.end(), 0.0F);
+}
+
 void Fp8State::set_amax_hook(Fp8Scaling::AmaxHook hook) {
   const std::lock_guard lock(mutex_);
   hook_ = std::move(hook);
@@ -261,6 +266,9 @@ void Fp8State::load(torch::serialize::InputArchive& archive) {
 
 void Fp8Scaling::update() {
   state_->update();
+}
+void Fp8Scaling::discard() {
+  state_->discard();
 }
 void Fp8Scaling::set_amax_hook(AmaxHook hook) {
   state_->set_amax_hook(std::move(hook));

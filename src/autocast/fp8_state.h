@@ -53,6 +53,7 @@ class Fp8State {
   Rounded round(std::size_t weight, Fp8Role role, const at::Tensor& tensor, bool records);
 
   void update();
+  void discard();
   void set_amax_hook(Fp8Scaling::AmaxHook hook);
   std::vector<Fp8Scaling::Scales> scales() const;
   void save(torch::serialize::OutputArchive& archive) const;

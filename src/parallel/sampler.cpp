@@ -287,7 +287,8 @@ void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive
   check_size(kDistributed, all, data_size_);
   const std::size_t left = all.size - all.consumed;
   // With drop_last, ranks that have returned all that they get have not returned the tail.
-  const bool has_ended = options_.drop_last() ? all.index + ranks.size() > left : all.index >= left;
+  const std::size_t tail = options_.drop_last() ? left % ranks.size() : 0;
+  const bool has_ended = all.index >= left - tail;
   const std::size_t consumed = has_ended ? all.size : all.consumed + all.index;
   indices_ = indices_after(consumed, all.size, all.epoch);
   epoch_of_pass_ = epoch_->set(all.epoch);

@@ -27,8 +27,11 @@ amp::DivergenceGuardOptions guard_options_of(const TrainOptions& options) {
 }  // namespace
 
 LossWatch::LossWatch(const TrainOptions& options, const torch::nn::Module& model,
-                     amp::MixedPrecision& mixed)
-    : options_(options), mixed_(mixed), guard_(guard_options_of(options)) {
+                     amp::MixedPrecision& mixed, bool computes_in_fp8)
+    : options_(options),
+      mixed_(mixed),
+      computes_in_fp8_(computes_in_fp8),
+      guard_(guard_options_of(options)) {
   if (is_on() && options.on_spike() == OnSpike::skip) buffers_ = model.buffers();
 }
 
@@ -53,6 +56,7 @@ bool LossWatch::leaves_out(const at::Tensor& loss, std::int64_t step, Observer& 
   if (guard_.inspect(loss) == amp::DivergenceGuard::Observed::normal) return false;
   const torch::NoGradGuard no_grad;
   for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].copy_(earlier_[i]);
+  if (computes_in_fp8_) mixed_.fp8_scaling().discard();
   report_spike(step, observer);
   return true;
 }

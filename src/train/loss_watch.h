@@ -20,8 +20,9 @@ class LossWatch {
  public:
   // The options, the model and the MixedPrecision must outlive it. Error for a guard's options out
   // of range.
-  LossWatch(const TrainOptions& options, const torch::nn::Module& model,
-            amp::MixedPrecision& mixed);
+  // @param computes_in_fp8  whether mixed has scales of fp8
+  LossWatch(const TrainOptions& options, const torch::nn::Module& model, amp::MixedPrecision& mixed,
+            bool computes_in_fp8);
   LossWatch(const LossWatch&) = delete;
   LossWatch& operator=(const LossWatch&) = delete;
 
@@ -52,6 +53,7 @@ class LossWatch {
 
   const TrainOptions& options_;
   amp::MixedPrecision& mixed_;
+  bool computes_in_fp8_;
   amp::DivergenceGuard guard_;
   std::int64_t spikes_ = 0;
   // Running statistics, which forward updates, and their values before it. Empty unless batches are

@@ -92,7 +92,7 @@ class Run {
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
                   options.ddp()),
-        losses_(options, *setup_.model.module(), setup_.mixed),
+        losses_(options, *setup_.model.module(), setup_.mixed, computes_in_fp8()),
         checkpoints_(
             options,
             {setup_.handle, *setup_.optimizer, setup_.mixed, losses_.guard(), replicas_, position_},

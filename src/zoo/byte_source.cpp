@@ -91,8 +91,14 @@ struct ByteSource::State {
   std::size_t unpack(unsigned char* to, std::size_t size) {
     std::size_t done = 0;
     while (done < size) {
-      const bool more = fill();
+      bool more = fill();
       if (member_ended) {
+        // Zeros fill up the last block of some devices; gzip ignores them too.
+        while (more && *next == 0) {
+          ++next;
+          --available;
+          more = fill();
+        }
         if (!more) break;
         if (*next != kGzipMagic[0]) fail("nothing after the gzip stream of", "more bytes");
         inflateReset(&stream);

@@ -109,6 +109,26 @@ TEST_F(Fp8, EvaluationDoesNotChangeTheScales) {
   EXPECT_EQ(before.at(0).input_scale, policy.fp8_scaling().scales().at(0).input_scale);
 }
 
+TEST_F(Fp8, ABatchThatIsLeftOutCanBeForgotten) {
+  torch::nn::Linear layer(8, 8);
+  const CastPolicy policy = fp8_policy(*layer);
+  const auto run = [&](double value) {
+    const Autocast region(policy);
+    layer->forward(torch::full({2, 8}, value));
+  };
+  run(1);
+  policy.fp8_scaling().update();
+  const auto before = policy.fp8_scaling().scales();
+  for (const bool discards : {true, false}) {
+    run(1e4);
+    if (discards) policy.fp8_scaling().discard();
+    run(1);
+    policy.fp8_scaling().update();
+    const float scale = policy.fp8_scaling().scales().at(0).input_scale;
+    EXPECT_EQ(scale == before.at(0).input_scale, discards);
+  }
+}
+
 // A weight in two calls has one scale, of the larger amax, and the sum of both gradients.
 TEST_F(Fp8, ASharedWeightHasOneScale) {
   torch::nn::Linear layer(torch::nn::LinearOptions(8, 8).bias(false));

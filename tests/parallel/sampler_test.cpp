@@ -491,6 +491,21 @@ TEST(DistributedSampler, HasNothingLeftAfterAPassOfAnotherNumberOfRanks) {
   }
 }
 
+// What is left is whole, whatever the first ranks were ahead.
+TEST(DistributedSampler, LosesNothingWithDropLastWhereRanksWereOneAhead) {
+  const auto options = DistributedSamplerOptions().shuffle(false).drop_last(true);
+  for (const std::size_t size : {9U, 10U}) {
+    auto saved = samplers_of<DistributedSampler>(size, 3, options);
+    Indices all = together(saved, 2);
+    for (const std::size_t ahead : {0U, 1U}) all.push_back(saved[ahead].next(1)->front());
+    auto states = states_of(saved);
+    DistributedSampler alone(size, 1, 0, options);
+    alone.load_resharded(states);
+    for (const std::size_t index : rest_of(alone)) all.push_back(index);
+    EXPECT_EQ(sorted(all), first(size));
+  }
+}
+
 TEST(DistributedSampler, SavesTheRestOfAReshardedPass) {
   auto saved = samplers_of<DistributedSampler>(100, 3);
   for (DistributedSampler& sampler : saved) sampler.set_epoch(5);

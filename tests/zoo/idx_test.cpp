@@ -57,6 +57,7 @@ TEST_F(IdxTest, ReadsPlainAndGzippedFilesWhateverTheirName) {
 
 TEST_F(IdxTest, ReadsAGzipFileOfSeveralMembers) {
   EXPECT_TRUE(torch::equal(read(gzip(bytes_.substr(0, 9)) + gzip(bytes_.substr(9))), data_));
+  EXPECT_TRUE(torch::equal(read(gzip(bytes_) + std::string(300, '\0')), data_)) << "zeros behind";
 }
 
 TEST_F(IdxTest, ReadsAnyNumberOfDimensionsAndSizes) {

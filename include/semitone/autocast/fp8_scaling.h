@@ -42,6 +42,10 @@ class Fp8Scaling {
   /// evaluation changes nothing.
   void update();
 
+  /// Forgets the amaxes since the last update(), those of a batch that is left out after its forward
+  /// pass: a single broken one would otherwise set the scales of as many steps as the history has.
+  void discard();
+
   /// Sets a hook through which ranks agree, with a MAX all-reduce, so that from the second step on all
   /// use the same scales. Without it, each rank has scales for its own batches; weights have the same
   /// ones anyway. update() calls it once, with all amaxes: one fp32 tensor on the device of the
