@@ -25,9 +25,10 @@ using NumbersOf = decltype(std::declval<Rule>().template as<float>());
 template <typename Rule>
 struct UpdateItem {
   UpdateSpan span;
-  NumbersOf<Rule> rule;  // of no meaning if the rules are in the device's memory
-  unsigned number;       // of the span in its step
-  std::size_t head;      // elements before the first chunk
+  // Of no meaning if the rules are in the device's memory.
+  NumbersOf<Rule> rule = Rule{}.template as<float>();
+  unsigned number = 0;   // of the span in its step
+  std::size_t head = 0;  // elements before the first chunk
   __host__ __device__ std::size_t size() const { return span.size; }
 };
 
