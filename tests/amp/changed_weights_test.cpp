@@ -7,6 +7,7 @@
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/weights/state_dict.h"
 #include "tests/support/errors.h"
+#include "tests/support/optimizers.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
@@ -582,33 +583,9 @@ TEST(MixedPrecisionThatIsGone, GivesOptimizersTheirParametersBack) {
   }
 }
 
-// State without serialize(): LibTorch raises where it is asked to save it.
-struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
-  at::Tensor momentum;
-};
-struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {};
-class OwnOptimizer : public torch::optim::Optimizer {
- public:
-  explicit OwnOptimizer(std::vector<at::Tensor> parameters)
-      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                  std::make_unique<OwnOptions>()) {}
-  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
-    const torch::NoGradGuard no_grad;
-    for (auto& parameter : param_groups_[0].params()) {
-      if (!parameter.grad().defined()) continue;
-      auto& state = state_[parameter.unsafeGetTensorImpl()];
-      if (state == nullptr) state = std::make_unique<OwnState>();
-      auto& momentum = static_cast<OwnState&>(*state).momentum;
-      momentum = momentum.defined() ? momentum * 0.5 + parameter.grad() : parameter.grad().clone();
-      parameter.sub_(momentum, 0.01);
-    }
-    return {};
-  }
-};
-
 TEST(Initialize, TakesOptimizersWhoseStateCannotBeSaved) {
   auto net = layer_of_ones();
-  OwnOptimizer optimizer(net->parameters());
+  test::OwnOptimizer optimizer(net->parameters());
   net->forward(ones_of(net)).sum().backward();
   optimizer.step();
   optimizer.zero_grad();
@@ -627,7 +604,7 @@ TEST(Initialize, PutsEverythingBackWhereItFails) {
   const at::Tensor unlisted = torch::ones({3}, torch::kBFloat16).requires_grad_(true);
   std::vector<at::Tensor> own = net->second->parameters();
   own.push_back(unlisted);
-  OwnOptimizer unsaved(own);
+  test::OwnOptimizer unsaved(own);
 
   net->forward(torch::randn({4, 9})).square().sum().backward();
   unlisted.mutable_grad() = torch::ones_like(unlisted);

@@ -61,7 +61,7 @@ TEST_P(ScaledLossAtEveryLevel, ListenersGetTheGradientsOfTheModel) {
   EXPECT_TRUE(same_bits(unscaled(event), plain_gradients()));
 }
 
-// LibTorch's function changes what the step reads, and tells nobody.
+// LibTorch's function changes what the step reads, and emits no event.
 TEST_P(ScaledLossAtEveryLevel, ListenersGetTheGradientsBeforeTheProgramClipsThem) {
   Trained trained(opts());
   const RecordedEvents events;

@@ -10,6 +10,7 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
+#include "tests/support/optimizers.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
 
@@ -504,17 +505,9 @@ TEST(Checkpoint, RestoresOptionsInPlace) {
 
 // Its state would be lost without a word.
 TEST(Checkpoint, RefusesAnOptimizerThatDoesNotSaveItself) {
-  struct NoOptions : torch::optim::OptimizerCloneableOptions<NoOptions> {};
-  class Own : public torch::optim::Optimizer {
-   public:
-    explicit Own(std::vector<at::Tensor> parameters)
-        : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                    std::make_unique<NoOptions>()) {}
-    at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
-  };
   const TemporaryFolder folder;
   torch::nn::Linear model(2, 2);
-  Own optimizer(model->parameters());
+  semitone::test::OwnOptimizer optimizer(model->parameters());
   Checkpoint checkpoint(folder / "run");
   checkpoint.add("model", model).add("optimizer", optimizer);
   semitone::test::expect_error([&] { checkpoint.save(1); },

@@ -4,6 +4,7 @@
 
 #include "semitone/report/nonfinite_check.h"
 #include "tests/report/samples.h"
+#include "tests/support/optimizers.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 
@@ -445,31 +446,18 @@ TEST(Recorder, DescribesTheOptimizers) {
     {"type": "SGD", "groups": [{"dtype": "Half", "rule": "SGD"}]}])"));
 }
 
-// Neither its options nor its state have a serialize().
-struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {};
-struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {};
-class OwnOptimizer : public torch::optim::Optimizer {
- public:
-  explicit OwnOptimizer(std::vector<at::Tensor> parameters)
-      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                  std::make_unique<OwnOptions>()) {}
-  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
-    for (const at::Tensor& parameter : param_groups_[0].params())
-      state_[parameter.unsafeGetTensorImpl()] = std::make_unique<OwnState>();
-    return {};
-  }
-};
-
 TEST(Recorder, TakesOptimizersThatCannotBeSaved) {
   const TemporaryFolder folder;
   ToyNet net;
-  OwnOptimizer own(net->parameters());
+  semitone::test::OwnOptimizer own(net->parameters());
   RunLog log(folder.path());
   Recorder recorder(log, *net, RecorderOptions().every(1));
   recorder.add_optimizer(own);
   for (const std::int64_t step : {1, 2}) {
     log.set_step(step);
+    net(torch::ones({2, 6})).sum().backward();
     own.step();
+    ASSERT_FALSE(own.state().empty());
   }
   log.close();
   EXPECT_EQ(test::lines_of_kind(folder.path(), "model").at(0).at("optimizers"),

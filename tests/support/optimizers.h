@@ -1,10 +1,12 @@
 #pragma once
 
 #include <torch/optim.h>
+#include <torch/types.h>
 
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::test {
@@ -43,5 +45,30 @@ inline std::string name_of(const OptimizerKind& kind) {
 inline void PrintTo(const OptimizerKind& kind, std::ostream* stream) {
   *stream << kind.name;
 }
+
+// An optimizer of a program that never saves: neither its state nor its options have a serialize(),
+// and LibTorch raises where it is asked to save them.
+struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
+  at::Tensor momentum;
+};
+struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {};
+class OwnOptimizer : public torch::optim::Optimizer {
+ public:
+  explicit OwnOptimizer(std::vector<at::Tensor> parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                  std::make_unique<OwnOptions>()) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : param_groups_[0].params()) {
+      if (!parameter.grad().defined()) continue;
+      auto& state = state_[parameter.unsafeGetTensorImpl()];
+      if (state == nullptr) state = std::make_unique<OwnState>();
+      auto& momentum = static_cast<OwnState&>(*state).momentum;
+      momentum = momentum.defined() ? momentum * 0.5 + parameter.grad() : parameter.grad().clone();
+      parameter.sub_(momentum, 0.01);
+    }
+    return {};
+  }
+};
 
 }  // namespace semitone::test
