@@ -3,6 +3,7 @@
 #include "semitone/core/events.h"
 #include "src/amp/captured_step_impl.h"
 #include "src/autocast/model_entries.h"
+#include "src/core/autograd_node.h"
 
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
@@ -24,7 +25,7 @@ namespace {
 void renew_accumulator(const at::Tensor& leaf) {
   const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
   if (node != nullptr && node->pre_hooks().empty() && node->post_hooks().empty())
-    torch::autograd::impl::set_grad_accumulator(leaf, {});
+    torch::autograd::impl::set_grad_accumulator(leaf, WeakNodePtr(NodePtr()));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "semitone/optim/fused_sgd.h"
 #include "src/amp/step_graph.h"
+#include "src/core/autograd_node.h"
 #include "tests/amp/captured_steps_fixture.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
@@ -69,7 +70,7 @@ TEST_F(CapturedSteps, DoNotShareNodesOfTheGraphWithALossThatTheProgramKeeps) {
     const at::Tensor weight = training.model->parameters()[0];
     const auto node = torch::autograd::impl::try_get_grad_accumulator(weight);
     ASSERT_NE(node, nullptr);
-    std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
+    std::vector<NodePtr> nodes;
     CapturedStep step(*training.mixed, *training.optimizer, [&](const Batch& data) {
       const at::Tensor loss = training.loss(data);
       if (graphs().capturing)
