@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/comm/process_group.h"
+#include "src/core/archive.h"
 #include "src/core/distinct_parameters.h"
 #include "src/core/libtorch_states.h"
 #include "src/parallel/agreement.h"
@@ -339,11 +340,22 @@ OptimizerPtr ZeroRedundancyOptimizer::with_state(const ParamGroups& groups) cons
   return optimizer;
 }
 
+// The save() of torch::optim::Optimizer writes nothing: the state would be lost without a word.
+void ZeroRedundancyOptimizer::require_savable(const char* function) const {
+  torch::serialize::OutputArchive archive;
+  make_with_options(share_of(group_.rank()))->save(archive);
+  if (!reread(archive).keys().empty()) return;
+  throw Error(fmt::format("{}.{}", kZero, function), "an optimizer that saves its state",
+              "one that saves nothing",
+              "override save() and load() of torch::optim::Optimizer in its class");
+}
+
 void ZeroRedundancyOptimizer::consolidate(int to_rank) {
   if (to_rank < 0 || to_rank >= group_.size()) {
     throw Error(std::string(kZero) + ".consolidate",
                 fmt::format("a rank from 0 to {}", group_.size() - 1), std::to_string(to_rank));
   }
+  require_savable("consolidate");
   update_share();
   consolidated_.reset();
   comm::announce(group_, "consolidate", fmt::format("to rank {}", to_rank));
@@ -375,6 +387,7 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
 }
 
 void ZeroRedundancyOptimizer::save_share(torch::serialize::OutputArchive& archive) const {
+  require_savable("save_share");
   with_state(param_groups_)->save(archive);
 }
 

@@ -9,6 +9,7 @@
 #include "tests/parallel/models.h"
 #include "tests/parallel/zero_fixture.h"
 #include "tests/support/errors.h"
+#include "tests/support/optimizers.h"
 #include "tests/support/run_ranks.h"
 
 #include <torch/torch.h>
@@ -243,6 +244,30 @@ TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
               HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
   EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+}
+
+// Its state would be lost without a word.
+TEST(ZeroState, OfAnOptimizerWithoutSaveIsRefusedWhereItIsSaved) {
+  run_ranks(2, [](Rank&) {
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(
+        model->parameters(),
+        [](const ParamGroups& groups) {
+          return std::make_unique<test::OwnOptimizer>(groups.at(0).params());
+        },
+        comm::init());
+    back_propagate(model, 0);
+    optimizer.step();
+    expect_error([&] { optimizer.consolidate(); },
+                 {"[parallel.zero_redundancy_optimizer.consolidate] expected an optimizer that "
+                  "saves its state, got one that saves nothing"});
+    torch::serialize::OutputArchive archive;
+    expect_error([&] { optimizer.save_share(archive); }, {"save_share]", "override save()"});
+    // Training goes on.
+    const auto before = test::copies(model->parameters());
+    optimizer.step();
+    EXPECT_FALSE(test::same_bits(test::copies(model->parameters()), before));
+  });
 }
 
 // One of the two parameters would begin with a fresh state, without a word.

@@ -85,7 +85,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Collects the state of all ranks on one rank for save(), as a copy in CPU memory that is valid
-  /// until the next step() or load(). Collective. Error for a rank that the group does not have.
+  /// until the next step() or load(). Collective. Error for a rank that the group does not have, and
+  /// for a class of optimizer without a save() of its own, as in save() and save_share().
   void consolidate(int to_rank = 0);
 
   /// Writes the file that the unsharded optimizer would write, for torch::save. A run can therefore
@@ -121,6 +122,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<torch::optim::Optimizer> make_with_options(const ParamGroups& groups) const;
   std::unique_ptr<torch::optim::Optimizer> with_state(const ParamGroups& groups) const;
   ParamGroups share_of(int rank) const;
+  void require_savable(const char* function) const;
   void update_share();
   void keep_owners(std::unordered_map<const c10::TensorImpl*, int>& owner_of,
                    std::vector<std::int64_t>& elements) const;
