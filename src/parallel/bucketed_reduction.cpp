@@ -7,6 +7,7 @@
 #include "src/parallel/reduction.h"
 #include "src/parallel/same_model.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
@@ -55,6 +56,8 @@ class HookAdapter final : public c10d::CommHookInterface {
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& buffer = bucket.getBuffer();
+    // A backward pass in a region computes as outside.
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto future = reduce(described(bucket));
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {

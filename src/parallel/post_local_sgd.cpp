@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
+#include "src/parallel/two_rounds.h"
 
 #include <ATen/ops/flatten_dense_tensors.h>
 #include <ATen/ops/unflatten_dense_tensors.h>
@@ -34,13 +35,12 @@ PostLocalSGDHook::PostLocalSGDHook(comm::Group subgroup, const PostLocalSGDOptio
 
 c10::intrusive_ptr<c10::ivalue::Future> PostLocalSGDHook::reduce(const GradientBucket& bucket,
                                                                  const comm::Group& group) {
-  at::Tensor gradients = bucket.buffer;
   const bool is_local = iter_ >= options_.start_localSGD_iter();
   if (bucket.is_last && !is_local) ++iter_;
   // A group of one process returns at once.
   const bool keeps = is_local && !options_.post_local_gradient_allreduce();
   const comm::Group reducers = keeps ? comm::Group() : is_local ? subgroup_ : group;
-  return reducers.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+  return detail::mean_async(bucket.buffer, reducers);
 }
 
 void PostLocalSGDHook::save(torch::serialize::OutputArchive& archive) const {
@@ -61,12 +61,13 @@ PeriodicModelAverager::PeriodicModelAverager(comm::Group group, std::int64_t per
 bool PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& parameters) {
   const std::int64_t step = step_++;
   if (step < warmup_steps_ || (step - warmup_steps_) % period_ != 0) return false;
+  const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> lists;
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.defined() && parameter.requires_grad())
-      lists[parameter.scalar_type()].push_back(parameter);
+    if (!parameter.defined() || !parameter.requires_grad()) continue;
+    const at::Tensor values = parameter.is_complex() ? at::view_as_real(parameter) : parameter;
+    lists[values.scalar_type()].push_back(values);
   }
-  const at::NoGradGuard no_grad;
   for (const auto& [dtype, list] : lists) {
     at::Tensor flat = at::flatten_dense_tensors(list);
     group_.all_reduce(flat, comm::ReduceOp::mean);

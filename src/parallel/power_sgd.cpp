@@ -130,7 +130,7 @@ class PowerSGDExchange final : public detail::Exchange {
           .copy_(at::mm(matrix.p, matrix.q.t()).view(-1));
     }
     note_whole_factors();
-    at::Tensor error = bucket_.input - gradients;
+    at::Tensor error = bucket_.input.sub_(gradients);  // its values are not needed any more
     // Means lose nothing.
     for (const Vector& vector : vectors_) error.narrow(0, vector.start, vector.elements).zero_();
     detail::drop_overflows(error);
@@ -207,23 +207,25 @@ class PowerSGDExchange final : public detail::Exchange {
     }
   }
 
-  // Those of the last step, or, if one is missing, random ones: equal on all ranks.
+  // Those of the last step, and random ones where there is none: equal on all ranks. A matrix whose
+  // gradients are always zero never has one.
   void set_qs() {
     const auto shape_of = [this](const Matrix& matrix) {
       const std::int64_t columns = matrix.input.size(1);
       return std::array{columns, rank_of(matrix.input.size(0), columns)};
     };
-    const bool is_warm = std::all_of(matrices_.begin(), matrices_.end(), [&](const auto& matrix) {
+    const auto is_warm = [&](const Matrix& matrix) {
       const at::Tensor& q = state_.qs[matrix.place];
       return q.defined() && q.sizes() == at::IntArrayRef(shape_of(matrix));
-    });
+    };
     at::Generator generator;
-    if (!is_warm) generator = at::make_generator<at::CPUGeneratorImpl>(state_.seeds.next());
+    if (!std::ranges::all_of(matrices_, is_warm))
+      generator = at::make_generator<at::CPUGeneratorImpl>(state_.seeds.next());
     for (Matrix& matrix : matrices_) {
       const auto& options = bucket_.input.options();
-      matrix.q = is_warm ? state_.qs[matrix.place].clone()
-                         : at::randn(shape_of(matrix), generator, options.device(at::kCPU))
-                               .to(options.device());
+      matrix.q = is_warm(matrix) ? state_.qs[matrix.place].clone()
+                                 : at::randn(shape_of(matrix), generator, options.device(at::kCPU))
+                                       .to(options.device());
       orthogonalize(matrix.q, options_.orthogonalization_epsilon());
       factor_elements_ += matrix.q.numel();
     }

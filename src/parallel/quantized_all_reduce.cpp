@@ -23,6 +23,8 @@ namespace {
 
 constexpr auto kQuantized = "parallel.quantized_all_reduce";
 constexpr double kLargest = 127;
+// Each rank's part of a bucket is whole blocks, so that larger ones would send mostly padding.
+constexpr std::int64_t kLargestBlock = 65536;
 
 // Rows of integers with a scale for each block. A block with an inf or NaN has such a scale.
 struct Quantized {
@@ -83,7 +85,8 @@ class QuantizedExchange final : public detail::Exchange {
     const at::Tensor padded =
         at::constant_pad_nd(input, {0, bucket_.ranks * part_ - input.numel()});
     const Quantized sent = quantize(padded.view({bucket_.ranks, part_}), options_.block_size());
-    error_ = input - sent.values(input.scalar_type()).view(-1).narrow(0, 0, input.numel());
+    // In place, since its values are not needed any more.
+    error_ = input.sub_(sent.values(input.scalar_type()).view(-1).narrow(0, 0, input.numel()));
     sent_ = sent.to_bytes();
     if (bucket_.ranks == 1) return arrived(sent_);
     received_ = at::empty_like(sent_);
@@ -111,6 +114,8 @@ class QuantizedExchange final : public detail::Exchange {
     const Quantized means = Quantized::from_bytes(received_, part_);
     gradients.copy_(
         means.values(bucket_.input.scalar_type()).view(-1).narrow(0, 0, bucket_.input.numel()));
+    sent_.reset();
+    received_.reset();
     return {error_, means.scales.isfinite().all()};
   }
 
@@ -261,8 +266,9 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
 
 QuantizedAllReduceHook::QuantizedAllReduceHook(const std::vector<at::Tensor>& parameters,
                                                const QuantizedAllReduceOptions& options) {
-  if (options.block_size() < 1) {
-    throw Error(kQuantized, "a block_size of 1 or more", std::to_string(options.block_size()));
+  if (options.block_size() < 1 || options.block_size() > kLargestBlock) {
+    throw Error(kQuantized, fmt::format("a block_size of 1 to {}", kLargestBlock),
+                std::to_string(options.block_size()));
   }
   impl_ = std::make_unique<Impl>(parameters, options);
 }

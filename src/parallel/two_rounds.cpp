@@ -5,6 +5,7 @@
 #include "src/core/archive.h"
 
 #include <ATen/OpMathType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/types.h>
 
 #include <fmt/format.h>
@@ -33,6 +34,7 @@ struct TwoRounds::Active {
     try {
       done.value();  // throws if it failed
       const at::NoGradGuard no_grad;
+      const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       outcome = exchange->finish(gradients);
       outcome.finite = outcome.finite.logical_and(gradients.isfinite().all());
       gradients.masked_fill_(outcome.finite.logical_not(),
@@ -60,6 +62,8 @@ TwoRounds::TwoRounds(const std::vector<at::Tensor>& parameters, TwoRoundsOptions
 
 FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& group) {
   const at::NoGradGuard no_grad;
+  // Of a region in which the program calls backward(): factors are not to be rounded to 16 bits.
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   if (bucket.index == 0) begin_pass();
   try {
     // Also in plain passes: a training must not fail only when the compression begins.
@@ -106,8 +110,7 @@ std::vector<std::size_t> TwoRounds::places_of(const GradientBucket& bucket) cons
 
 FuturePtr TwoRounds::reduce_plainly(const GradientBucket& bucket, const comm::Group& group) {
   if (bucket.is_last) ++passes_;
-  at::Tensor gradients = bucket.buffer;
-  return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+  return mean_async(bucket.buffer, group);
 }
 
 FuturePtr TwoRounds::start(const GradientBucket& bucket, std::vector<std::size_t> places,
@@ -187,8 +190,9 @@ void TwoRounds::set_loss_scale(double scale) {
   }
   settle();
   const at::NoGradGuard no_grad;
-  const double factor = scale / std::exchange(loss_scale_, scale);
-  if (factor == 1) return;
+  const double before = std::exchange(loss_scale_, scale);
+  if (before == 0 || before == scale) return;
+  const double factor = scale / before;
   for (at::Tensor& error : errors_) {
     if (!error.defined()) continue;
     error.mul_(factor);
@@ -211,8 +215,8 @@ void TwoRounds::save(torch::serialize::OutputArchive& archive) {
 TwoRounds::Common TwoRounds::read_common(torch::serialize::InputArchive& archive) const {
   const Common common{read_value<std::int64_t>(archive, "passes", load_component()),
                       read_value<double>(archive, "loss_scale", load_component())};
-  if (common.passes < 0 || !(common.loss_scale > 0) || !std::isfinite(common.loss_scale)) {
-    throw FileError(load_component(), "a number of passes and a finite loss scale greater than 0",
+  if (common.passes < 0 || !(common.loss_scale >= 0) || !std::isfinite(common.loss_scale)) {
+    throw FileError(load_component(), "a number of passes and a finite loss scale, or 0 for none",
                     fmt::format("{} and {}", common.passes, common.loss_scale));
   }
   return common;
@@ -296,6 +300,11 @@ FuturePtr completed_with(const at::Tensor& tensor) {
   FuturePtr done = future_on(tensor.device());
   done->markCompleted(tensor);
   return done;
+}
+
+FuturePtr mean_async(at::Tensor gradients, const comm::Group& group) {
+  gradients.div_(group.size());
+  return group.all_reduce_async(gradients, comm::ReduceOp::sum).future();
 }
 
 void drop_overflows(at::Tensor& errors) {

@@ -126,7 +126,7 @@ class TwoRounds {
   const std::vector<at::Tensor> parameters_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> places_;
   std::int64_t passes_ = 0;
-  double loss_scale_ = 1;
+  double loss_scale_ = 0;           // of the errors; 0: not told
   std::vector<at::Tensor> errors_;  // of each parameter, flat; undefined if there is none
   std::vector<std::shared_ptr<Active>> active_;  // of the last pass
   std::shared_ptr<Active> waiting_;              // whose second message is not sent
@@ -137,6 +137,10 @@ class TwoRounds {
 FuturePtr future_on(c10::Device device);
 // One that is completed with this tensor, in place of a message that need not be sent.
 FuturePtr completed_with(const at::Tensor& tensor);
+
+// Starts to replace gradients by their mean over the ranks. They are divided first, as in torch: in
+// fp16 the sum of N ranks may be infinite where the mean is not.
+FuturePtr mean_async(at::Tensor gradients, const comm::Group& group);
 
 // Sets elements beyond the range of fp16 to 0: of errors, which a step in range may have.
 void drop_overflows(at::Tensor& errors);

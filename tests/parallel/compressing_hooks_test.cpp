@@ -1,5 +1,6 @@
 // PowerSGDHook and QuantizedAllReduceHook: against plain loops and exact means, over overflows,
 // changes of the loss scale, saving, and lost ranks. PostLocalSGDHook's average of weights.
+#include "semitone/autocast/autocast.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/parallel/distributed_data_parallel.h"
@@ -233,6 +234,22 @@ TEST(PowerSGD, GoesOnAfterGradientsOfZeros) {
   });
 }
 
+// A matrix without a Q of an earlier step gets a random one, and leaves the others theirs.
+TEST(PowerSGD, AMatrixOfZerosLeavesTheOthersWarm) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const Model model;
+    PowerSGDHook all_used(model.parameters, compressing(2));
+    PowerSGDHook one_unused(model.parameters, compressing(2));
+    for (int step = 0; step < 3; ++step) {
+      auto gradients = gradients_at(model, step, rank.number());
+      const auto want = pass(all_used, model, group, gradients);
+      gradients[0].zero_();
+      EXPECT_TRUE(same_bits(pass(one_unused, model, group, gradients)[3], want[3])) << step;
+    }
+  });
+}
+
 // The norm of a column is beyond fp16, none of its elements is.
 TEST(PowerSGD, LargeColumnsKeepTheirDirection) {
   run_ranks(2, [](Rank&) {
@@ -461,7 +478,7 @@ void expect_scaled_like_the_loss(Hook& scaled, Hook& plain, const Model& model,
                                  const comm::Group& group) {
   for (int step = 0; step < 4; ++step) {
     const double scale = step < 2 ? 1 : 1024;
-    if (step == 2) scaled.set_loss_scale(scale);
+    if (step == 0 || step == 2) scaled.set_loss_scale(scale);
     auto gradients = gradients_at(model, step, group.rank());
     const auto want = pass(plain, model, group, gradients);
     for (at::Tensor& gradient : gradients) gradient = gradient * scale;
@@ -469,6 +486,32 @@ void expect_scaled_like_the_loss(Hook& scaled, Hook& plain, const Model& model,
     for (at::Tensor& gradient : got) gradient = gradient / scale;
     expect_same(got, want);
   }
+}
+
+// The hook is told only after each step, as scaler.update() is called: the errors of the first one have
+// the scale's unit already.
+template <typename Hook>
+void expect_unscaled_by_the_first_call(Hook& told, Hook& untold, const Model& model,
+                                       const comm::Group& group) {
+  for (int step = 0; step < 3; ++step) {
+    const auto gradients = gradients_at(model, step, group.rank());
+    const auto want = pass(untold, model, group, gradients);
+    expect_same(pass(told, model, group, gradients), want);
+    told.set_loss_scale(65536);
+  }
+}
+
+TEST(LossScale, OfTheFirstCallIsThatOfTheErrorsSoFar) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Model model;
+    PowerSGDHook told_power(model.parameters, compressing(2));
+    PowerSGDHook untold_power(model.parameters, compressing(2));
+    expect_unscaled_by_the_first_call(told_power, untold_power, model, group);
+    QuantizedAllReduceHook told(model.parameters);
+    QuantizedAllReduceHook untold(model.parameters);
+    expect_unscaled_by_the_first_call(told, untold, model, group);
+  });
 }
 
 TEST(LossScale, ScalesTheErrors) {
@@ -522,6 +565,8 @@ void expect_resumed(const Make& make, const comm::Group& group) {
   const Model model;
   const auto whole = make(model.parameters);
   const auto first = make(model.parameters);
+  whole->set_loss_scale(1);
+  first->set_loss_scale(1);
   for (int step = 0; step < 2; ++step) {
     pass(*whole, model, group, gradients_at(model, step, group.rank()));
     pass(*first, model, group, gradients_at(model, step, group.rank()));
@@ -623,8 +668,9 @@ TEST(State, WithNumbersThatNoHookHasIsRefused) {
     hook.load(in);
   };
   load(3, 0.5, 7);
+  load(3, 0, 7);  // not told
   EXPECT_THROW(load(-1, 0.5, 7), FileError);
-  EXPECT_THROW(load(3, 0, 7), FileError);
+  EXPECT_THROW(load(3, -0.5, 7), FileError);
   EXPECT_THROW(load(3, std::numeric_limits<double>::quiet_NaN(), 7), FileError);
   EXPECT_THROW(load(3, HUGE_VAL, 7), FileError);
   EXPECT_THROW(load(3, 0.5, -1), FileError);
@@ -671,6 +717,8 @@ TEST(Hooks, RefuseOptionsAndParametersThatDoNotFit) {
   expect_error(power(compressing(1).orthogonalization_epsilon(-1)), {"epsilon"});
   expect_error([] { QuantizedAllReduceHook({}, QuantizedAllReduceOptions().block_size(0)); },
                {"[parallel.quantized_all_reduce]", "block_size"});
+  expect_error([] { QuantizedAllReduceHook({}, QuantizedAllReduceOptions().block_size(65537)); },
+               {"expected a block_size of 1 to 65536, got 65537"});
   expect_error([] { QuantizedAllReduceHook({at::Tensor()}); }, {"undefined"});
   expect_error([] { PeriodicModelAverager(comm::Group(), 0); }, {"period of 1 or more"});
   expect_error([] { PeriodicModelAverager(comm::Group(), 1, -1); }, {"warmup_steps"});
@@ -744,6 +792,46 @@ TEST(Hooks, NameALostRank) {
       options);
 }
 
+// A program may call backward() inside the region of its forward.
+TEST(Hooks, ComputeTheSameInsideARegion) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+      const Model model(dtype);
+      for (const auto& [name, make] : hooks()) {
+        SCOPED_TRACE(name);
+        const auto inside = make(model);
+        const auto outside = make(model);
+        for (int step = 0; step < 3; ++step) {
+          const auto gradients = gradients_at(model, step, rank.number());
+          std::vector<at::Tensor> got;
+          {
+            const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+            got = pass(*inside, model, group, gradients);
+          }
+          expect_same(got, pass(*outside, model, group, gradients));
+        }
+      }
+    }
+  });
+}
+
+// As by DistributedDataParallel alone: the sum of two is beyond fp16.
+TEST(PlainMeans, OfLargeFP16GradientsAreFinite) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const std::vector<at::Tensor> parameters{torch::zeros({4}, torch::kHalf)};
+    PowerSGDHook power(parameters);
+    PostLocalSGDHook local(group);
+    for (CommHook* const hook : {static_cast<CommHook*>(&power), static_cast<CommHook*>(&local)}) {
+      const auto future =
+          hook->reduce({torch::full({4}, 40000, torch::kHalf), parameters, 0, true}, group);
+      future->waitAndThrow();
+      EXPECT_TRUE(torch::equal(future->value().toTensor(), torch::full({4}, 40000, torch::kHalf)));
+    }
+  });
+}
+
 TEST(PeriodicAverages, AreOfEveryDtypeAndLayout) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -753,6 +841,10 @@ TEST(PeriodicAverages, AreOfEveryDtypeAndLayout) {
     parameters.push_back(
         (torch::arange(6.0).view({2, 3}) + 2 * rank.number()).t().detach().requires_grad_());
     parameters.push_back(torch::full({2}, 2.0 * rank.number()));
+    const at::Tensor imaginary =
+        torch::full({2}, c10::complex<double>(0, 2.0 * rank.number()), torch::kComplexFloat)
+            .requires_grad_();
+    parameters.push_back(imaginary);
     // A gradient on one rank only.
     if (rank.number() == 0) parameters[0].mutable_grad() = torch::zeros_like(parameters[0]);
     PeriodicModelAverager averager(group, 2, 1);
@@ -762,6 +854,8 @@ TEST(PeriodicAverages, AreOfEveryDtypeAndLayout) {
     for (std::size_t p = 0; p < 3; ++p)
       EXPECT_TRUE(torch::equal(parameters[p], torch::ones_like(parameters[p])));
     EXPECT_TRUE(torch::equal(parameters[3], torch::arange(6.0).view({2, 3}).t() + 1));
+    EXPECT_TRUE(torch::equal(torch::view_as_real(imaginary.detach()),
+                             torch::tensor({0.F, 1.F, 0.F, 1.F}).view({2, 2})));
     // Frozen.
     EXPECT_EQ(parameters[4][0].item<float>(), 2.F * static_cast<float>(rank.number()));
     EXPECT_FALSE(averager.average_parameters(parameters));

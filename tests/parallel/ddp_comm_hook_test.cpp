@@ -1,6 +1,7 @@
 // DistributedDataParallel: custom communication hooks, and gradients that are compressed or
 // divided on their way.
 
+#include "semitone/autocast/autocast.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"
 #include "semitone/parallel/distributed_data_parallel.h"
@@ -75,6 +76,30 @@ TEST(CommHook, GoesOnWhileOtherRanksAreLate) {
       EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(first); }));
     }
     loss.backward();
+  });
+}
+
+// A program may call backward() inside the region of its forward.
+TEST(CommHook, ComputesAsOutsideInARegion) {
+  struct Product final : CommHook {
+    c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                   const comm::Group&) override {
+      dtypes.push_back(torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type());
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      future->markCompleted(bucket.buffer);
+      return future;
+    }
+    std::vector<at::ScalarType> dtypes;
+  };
+  run_ranks(2, [](Rank&) {
+    Net model = seeded<Net>(1);
+    const auto hook = std::make_shared<Product>();
+    DistributedDataParallel ddp(model, comm::init(),
+                                DistributedDataParallelOptions().comm_hook(hook));
+    const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+    ddp.forward(batch_of(1, 2).data).sum().backward();
+    EXPECT_THAT(hook->dtypes, ::testing::Each(torch::kFloat));
+    EXPECT_FALSE(hook->dtypes.empty());
   });
 }
 

@@ -70,9 +70,9 @@ class PowerSGDHook final : public CommHook {
   c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
                                                  const comm::Group& group) override;
 
-  /// Sets the loss scale of the next backward passes: 1 at first. Errors of earlier passes are
-  /// multiplied by the ratio of the new and the old one. Call it between two steps, when the scale
-  /// changes, with the same value on all ranks:
+  /// Sets the loss scale of the next backward passes. Errors of earlier passes are multiplied by the
+  /// ratio of the new and the old one. The first call tells the scale of the errors so far too, and
+  /// changes none. Call it after each step, with the same value on all ranks:
   ///
   ///     scaler.update();
   ///     hook->set_loss_scale(scaler.get_scale());

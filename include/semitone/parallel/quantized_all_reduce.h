@@ -14,7 +14,7 @@ namespace semitone::parallel {
 
 /// Options of QuantizedAllReduceHook.
 struct QuantizedAllReduceOptions {
-  /// Number of consecutive elements with a common scale, from 1. Each scale is sent in 4 bytes.
+  /// Number of consecutive elements with a common scale, 1 to 65536. Each scale is sent in 4 bytes.
   TORCH_ARG(std::int64_t, block_size) = 256;
   /// Adds what rounding lost in a step to the gradients of the next step.
   TORCH_ARG(bool, use_error_feedback) = true;
