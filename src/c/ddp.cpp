@@ -23,6 +23,7 @@ struct SemitoneDdp {
   static constexpr const char* kType = "SemitoneDdp";
   ReplicaSync sync;
   bool searches_outputs;    // of each forward, for parameters that it does not use
+  bool replaces_outputs;    // some of the at::Tensors that end_forward gets
   bool in_forward = false;  // begin_forward was called, and end_forward was not
   std::vector<NoSync> no_sync = {};
 };
@@ -52,9 +53,11 @@ SemitoneStatus semitone_ddp_create(const SemitoneGroup* group, const char* const
                                           options, option_count, function);
     const bool searches_outputs =
         ddp_options.find_unused_parameters() && !ddp_options.static_graph();
+    const bool replaces_outputs =
+        ddp_options.find_unused_parameters() || ddp_options.static_graph();
     give(std::make_unique<SemitoneDdp>(
              SemitoneDdp{ReplicaSync(std::move(model), group_of(group, function), ddp_options),
-                         searches_outputs}),
+                         searches_outputs, replaces_outputs}),
          ddp);
   });
 }
@@ -86,6 +89,12 @@ SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const*
         self.no_sync.empty()) {
       throw Error(function, "the forward's tensors, in which find_unused_parameters searches",
                   "an empty list", "pass what the loss is computed from, or set static_graph too");
+    }
+    // Its at::Tensor may be the one that the model holds.
+    for (const at::Tensor& tensor : tensors) {
+      if (!self.replaces_outputs || !tensor.is_leaf() || !tensor.requires_grad()) continue;
+      throw Error(function, "tensors that the forward has computed", "a parameter or an input",
+                  "pass an alias of it (aten::alias), and compute the loss from that");
     }
     self.in_forward = false;
     const std::vector<at::Tensor> replaced = self.sync.after_forward(std::move(tensors));

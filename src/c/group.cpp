@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/c/arguments.h"
 #include "src/c/handles.h"
+#include "src/comm/process_group.h"
 #include "src/comm/rendezvous.h"
 #include "src/core/unreduced.h"
 
@@ -46,7 +47,7 @@ const Group& group_of(const SemitoneGroup* group, const char* function) {
 
 SemitoneStatus semitone_rank_environment(int32_t* rank, int32_t* world_size, int32_t* local_rank) {
   return run(__func__, [&](const char*) {
-    const auto found = semitone::comm::parse_rendezvous("env://");
+    const auto found = semitone::comm::ranks_in_environment();
     if (rank != nullptr) *rank = found.rank;
     if (world_size != nullptr) *world_size = found.world_size;
     if (local_rank != nullptr) *local_rank = found.local_rank.value_or(-1);
@@ -99,10 +100,12 @@ SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTen
                   "the number " + std::to_string(op));
     }
     const torch::NoGradGuard no_grad;
+    const std::vector<at::Tensor> list = tensors_of(tensors, count, function);
+    // The messages alone would hide lists that differ in their order, or in some of the sizes.
+    semitone::comm::announce(ranks, "all_reduce", semitone::comm::describe(list));
     // One message a dtype, in an order that all ranks have.
     std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
-    for (const at::Tensor& tensor : tensors_of(tensors, count, function))
-      by_dtype[tensor.scalar_type()].push_back(tensor);
+    for (const at::Tensor& tensor : list) by_dtype[tensor.scalar_type()].push_back(tensor);
     for (auto& [dtype, same] : by_dtype) {
       std::vector<at::Tensor> flat;
       flat.reserve(same.size());

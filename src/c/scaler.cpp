@@ -85,6 +85,10 @@ SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
 SemitoneStatus semitone_scaler_update(SemitoneScaler* scaler) {
   return run(__func__, [&](const char* function) {
     SemitoneScaler& self = get(scaler, function);
+    if (self.lists.empty()) {
+      throw Error(function, "gradients that were unscaled since the last update", "none",
+                  "call semitone_scaler_unscale() before the optimizer's step");
+    }
     try {
       self.scaler.update();
     } catch (const semitone::DivergedError&) {

@@ -94,12 +94,16 @@ void set_ranks(Rendezvous& result, const InitOptions& options, const env::Variab
                     : required(rank, 0, result.world_size - 1, launcher);
 }
 
-Rendezvous from_torchrun(const InitOptions& options) {
+// What to read from the environment.
+enum class Extent { ranks, ranks_and_place };
+
+Rendezvous from_torchrun(const InitOptions& options, Extent extent) {
   constexpr auto kLauncher = "torchrun or semitone launch";
   Rendezvous result;
   set_ranks(result, options, env::kWorldSize, env::kRank, kLauncher);
   result.local_rank = optional(env::kLocalRank, 0, kMaxRanks);
   result.local_world_size = optional(env::kLocalWorldSize, 1, kMaxRanks);
+  if (extent == Extent::ranks) return result;
   const auto host = env::get(env::kMasterAddr);
   if (!host.has_value() && result.world_size > 1) throw missing(env::kMasterAddr, kLauncher);
   result.host = host.value_or("127.0.0.1");
@@ -129,7 +133,7 @@ int slurm_tasks_on(int node, std::string_view list) {
               "fewer nodes");
 }
 
-Rendezvous from_slurm(const InitOptions& options) {
+Rendezvous from_slurm(const InitOptions& options, Extent extent) {
   constexpr auto kLauncher = "srun";
   Rendezvous result;
   set_ranks(result, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
@@ -138,6 +142,7 @@ Rendezvous from_slurm(const InitOptions& options) {
     result.local_world_size =
         slurm_tasks_on(optional(env::kSlurmNodeId, 0, kMaxRanks).value_or(0), *tasks);
   }
+  if (extent == Extent::ranks) return result;
   result.host =
       env::get(env::kMasterAddr)
           .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
@@ -182,11 +187,12 @@ std::vector<MpiLauncher> mpi_launchers() {
            "mpiexec --env MASTER_ADDR=<address of rank 0's machine> …"}};
 }
 
-Rendezvous from_mpi(const MpiLauncher& mpi, const InitOptions& options) {
+Rendezvous from_mpi(const MpiLauncher& mpi, const InitOptions& options, Extent extent) {
   Rendezvous result;
   set_ranks(result, options, mpi.size, mpi.rank, mpi.launcher);
   result.local_rank = first_of(mpi.local_rank, 0, kMaxRanks);
   result.local_world_size = first_of(mpi.local_size, 1, kMaxRanks);
+  if (extent == Extent::ranks) return result;
   const auto host = env::get(env::kMasterAddr);
   const bool on_one_machine = result.local_world_size.value_or(1) == result.world_size;
   if (!host.has_value() && !on_one_machine) {
@@ -212,9 +218,9 @@ bool is_slurm_task() {
 }
 
 // The innermost launcher comes first: mpirun may run in a Slurm job, and torchrun under either.
-Rendezvous from_environment(const InitOptions& options) {
+Rendezvous from_environment(const InitOptions& options, Extent extent) {
   if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
-    return from_torchrun(options);
+    return from_torchrun(options, extent);
   // srun sets PMI_RANK for its own tasks. If an mpiexec starts its helpers with srun, one on each
   // node, the helpers' variables are set as well.
   const bool is_set_by_srun = is_slurm_task() &&
@@ -222,13 +228,13 @@ Rendezvous from_environment(const InitOptions& options) {
                               env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
   for (const MpiLauncher& mpi : mpi_launchers()) {
     if (mpi.is_present() && !(is_set_by_srun && mpi.rank.name == env::kPmiRank.name))
-      return from_mpi(mpi, options);
+      return from_mpi(mpi, options, extent);
   }
-  if (is_slurm_task()) return from_slurm(options);
+  if (is_slurm_task()) return from_slurm(options, extent);
   // Without a launcher, a program may still set its rank itself: the rest is as torchrun would set
   // it.
   if (options.world_size().value_or(1) != 1 || options.rank().value_or(0) != 0)
-    return from_torchrun(options);
+    return from_torchrun(options, extent);
   return {};
 }
 
@@ -292,11 +298,15 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
 }  // namespace
 
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
-  if (url == "env://") return from_environment(options);
+  if (url == "env://") return from_environment(options, Extent::ranks_and_place);
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
   throw Error(kInitComponent,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
               fmt::format("'{}'", url));
+}
+
+Rendezvous ranks_in_environment() {
+  return from_environment({}, Extent::ranks);
 }
 
 }  // namespace semitone::comm

@@ -53,4 +53,8 @@ struct Rendezvous {
 // Error that names what is missing or wrong.
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {});
 
+// The ranks and sizes that env:// means, also where the environment does not say where the processes
+// meet. Error as above.
+Rendezvous ranks_in_environment();
+
 }  // namespace semitone::comm

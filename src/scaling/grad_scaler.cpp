@@ -85,7 +85,8 @@ void GradScaler::warn_of_no_gradient(torch::optim::Optimizer& optimizer) {
   warned_ = true;
   log()->warn(
       "scaler.step(optimizer) without any gradient: does the optimizer belong to the model that "
-      "computed the loss? (After amp::initialize, call the functions of MixedPrecision instead.)");
+      "computed the loss? (After amp::initialize, call the functions of MixedPrecision instead. "
+      "In C, with masters, pass the tensors of semitone_masters_list().)");
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {

@@ -86,7 +86,8 @@ void Masters::require_updated_model(const Pair& pair) const {
               "a weight that was changed in place after optimizer.step() had only updated its fp32 "
               "master",
               "call mixed.step(optimizer), which updates the model, instead of optimizer.step(); "
-              "or change the weights inside mixed.fp32_weights(model)");
+              "or change the weights inside mixed.fp32_weights(model). In C, call "
+              "semitone_masters_write_model() after the step");
 }
 
 // An element equal to its rounded master was not changed, so the master's exact value stays.

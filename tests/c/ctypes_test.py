@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
 
 import semitone_c as c
 from semitone_c import FLOAT16, FLOAT32, INT64, Handle, SemitoneError, Tensor, no_grad, op
@@ -209,7 +210,10 @@ class PoliciesTest(unittest.TestCase):
         with c.policy() as policy:
             self.assertEqual(self.product(policy), FLOAT16)
             self.assertEqual(policy.get("find", ctypes.c_int32, "mm"), 0)
-            self.assertEqual(policy.get("find", ctypes.c_int32, "add"), -1)
+            self.assertEqual(policy.get("find", ctypes.c_int32, "add.Tensor"), -1)
+            policy.set("add", ctypes.c_int32(1))
+            self.assertEqual(policy.get("find", ctypes.c_int32, "add.Tensor"), 1)
+            self.assertEqual(policy.get("find", ctypes.c_int32, "add"), -1)  # no overload has this name
 
     def test_the_cache_of_casts_can_be_emptied(self):
         """A write through data is noticed by 32 of the 4096 elements only."""
@@ -431,6 +435,8 @@ class ScalersTest(unittest.TestCase):
             with self.assertRaises(SemitoneError):
                 scaler.update()
             self.scaled(scaler)
+            with self.assertRaisesRegex(SemitoneError, r"call semitone_scaler_unscale\(\) before the optimizer's step"):
+                scaler.update()
             scaler.get("unscale", ctypes.c_int32, *tensors)
             with self.assertRaisesRegex(SemitoneError, "expected each parameter once between two updates"):
                 scaler.get("unscale", ctypes.c_int32, *tensors)
@@ -622,6 +628,15 @@ class SingleProcessTest(unittest.TestCase):
             ]:
                 with self.subTest(expected), self.assertRaisesRegex(SemitoneError, expected):
                     call()
+
+    def test_the_rank_is_known_without_a_place_to_meet(self):
+        for variables in ({"RANK": "2", "WORLD_SIZE": "3"}, {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}):
+            with self.subTest(variables), unittest.mock.patch.dict(os.environ, variables):
+                rank, size = ctypes.c_int32(), ctypes.c_int32()
+                c.call("semitone_rank_environment", ctypes.byref(rank), ctypes.byref(size), None)
+                self.assertEqual((rank.value, size.value), (2, 3))
+                with self.assertRaisesRegex(SemitoneError, "MASTER_ADDR"):
+                    Handle("group", None, None, ctypes.c_double(1))
 
     def test_wrong_arguments(self):
         for expected, arguments in [

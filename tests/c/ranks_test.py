@@ -46,11 +46,13 @@ class GroupTest(unittest.TestCase):
         self.assertEqual(tensor.values(), [1e6])
 
     def test_ranks_that_disagree_are_an_error(self):
-        tensors = [Tensor.floats([0] * (1 + RANK))]
-        with self.assertRaises(SemitoneError) as raised:
-            GROUP.all_reduce(*listed(tensors), ctypes.c_int32(0))
-        self.assertEqual(raised.exception.status, c.COMM_ERROR)
-        GROUP.barrier()
+        pair = [Tensor.floats([1, 2]), Tensor.floats([3])]
+        for tensors in ([Tensor.floats([0] * (1 + RANK))], pair if RANK == 0 else pair[::-1], pair[:RANK]):
+            with self.assertRaises(SemitoneError) as raised:
+                GROUP.all_reduce(*listed(tensors), ctypes.c_int32(0))
+            self.assertEqual(raised.exception.status, c.COMM_ERROR)
+            GROUP.barrier()
+        self.assertEqual([tensor.values() for tensor in pair], [[1, 2], [3]])
 
     def test_ranks_agree_on_an_overflow(self):
         with c.scaler(init_scale=8) as scaler:
@@ -114,6 +116,24 @@ class DdpTest(unittest.TestCase):
             with no_grad():  # as in an evaluation
                 ddp.begin_forward()
                 ddp.end_forward(*none)
+            ddp.close()
+
+    def test_results_that_the_model_holds_are_refused(self):
+        """Their at::Tensor would be replaced: the model would compute with another weight from then on."""
+        for options, is_error in (({"find_unused_parameters": 1}, True), ({"static_graph": 1}, True), ({}, False)):
+            ddp, weights, _ = self.model(**options)
+            for results in (weights[:1], [op("aten::alias", weights[0])]):
+                ddp.begin_forward()
+                output = op("aten::addmm", weights[1], Tensor.floats([1, 3], 1, 2), op("aten::t", weights[0]))
+                if is_error and results == weights[:1]:
+                    with self.assertRaisesRegex(SemitoneError, "that the forward has computed, got a parameter or an input — pass an alias"):
+                        ddp.end_forward(*listed([output, *results]))
+                    continue
+                ddp.end_forward(*listed([output, *results]))
+                op("aten::add.Tensor", op("aten::sum", output), op("aten::sum", results[0]), 1).backward()
+                self.assertEqual(weights[0].grad.values(), [2, 4])
+                for weight in weights:
+                    weight.grad = None
             ddp.close()
 
     def test_the_order_of_calls_is_checked(self):

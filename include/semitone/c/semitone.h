@@ -23,11 +23,14 @@
 /// - **Devices** are LibTorch's names: "cpu", "cuda", "cuda:1". Null is the default device.
 /// - **Strings** are UTF-8 and end with a zero byte. Arguments are not kept.
 /// - **Threads.** Different handles may be used on different threads at the same time. A handle,
-///   and the tensors that it refers to, may be used by one thread at a time. Regions, grad mode and
-///   semitone_last_error() belong to the thread. End a region before its thread ends: its handle can
-///   not be destroyed afterwards. The first region of a policy, and the first one after
-///   semitone_policy_set(), may change LibTorch's table of operators, which no other thread may use
-///   at that moment: with several policies, enter a region of each once before the threads start.
+///   and the tensors that it refers to, may be used by one thread at a time. A group counts as one
+///   handle with the scalers and ddps that hold it, and with a backward pass of such a ddp: ranks
+///   must call collectives in one order. Regions, grad mode and semitone_last_error() belong to the
+///   thread. End a region before its thread ends: its handle can not be destroyed afterwards.
+///   Loading the library, the first region of a policy, and the first one after
+///   semitone_policy_set() may change LibTorch's table of operators, which no other thread may use
+///   at that moment: load the library before other threads start, and with several policies, enter
+///   a region of each once.
 /// - **Processes.** dlclose() does not unload the library, since LibTorch calls its kernels until the
 ///   process ends. After fork(), use it in the child only if no other thread was in a call.
 ///
@@ -193,7 +196,8 @@ SemitoneStatus semitone_policy_load(const char* path, const char* device, int32_
 SemitoneStatus semitone_policy_destroy(SemitonePolicy* policy);
 /// Sets the action of an operator by its ATen name: "conv2d", "conv2d.padding", "mylib::my_op".
 SemitoneStatus semitone_policy_set(SemitonePolicy* policy, const char* op, int32_t action);
-/// Returns the action of an operator, or SEMITONE_ACTION_NONE.
+/// Returns the action of an operator, or SEMITONE_ACTION_NONE. Here a name without an overload means
+/// the overload that has no name, which some operators lack: "softmax.int", not "softmax".
 SemitoneStatus semitone_policy_find(const SemitonePolicy* policy, const char* op, int32_t* action);
 /// Keeps the parameters whose names match a glob in fp32. Names need semitone_policy_bind().
 SemitoneStatus semitone_policy_keep_fp32_params(SemitonePolicy* policy, const char* glob);
@@ -309,7 +313,9 @@ SemitoneStatus semitone_masters_clear_gradients(SemitoneMasters* masters);
 /// Rounds the masters into their parameters. Call it after the optimizer's step.
 SemitoneStatus semitone_masters_write_model(SemitoneMasters* masters);
 /// Copies parameters that were written to from outside (loaded, clamped) to their masters.
-/// Unchanged elements keep their exact value.
+/// Unchanged elements keep their exact value. Write with operators (`aten::copy_`): a write through
+/// a pointer to the values, which autograd's version counter does not show, is noticed on a CPU
+/// only, and only if it changes one of 16 elements, spread evenly.
 ///
 /// Error if a 16-bit parameter that was frozen in semitone_masters_create() requires a gradient
 /// now: it needs a master, which your optimizer does not have. Destroy the masters and create them
@@ -330,7 +336,7 @@ SemitoneStatus semitone_masters_load(SemitoneMasters* masters, const void* bytes
 
 /// Returns this process's place, as its launcher's environment variables say (torchrun, `semitone
 /// launch`, MPI, Slurm: docs/environment.md). Without a launcher it is rank 0 of 1. `local_rank` is
-/// -1 if the environment does not say it. Each pointer may be null.
+/// -1 if the environment does not say it. Each pointer may be null. MASTER_ADDR is not needed.
 SemitoneStatus semitone_rank_environment(int32_t* rank, int32_t* world_size, int32_t* local_rank);
 
 /// How ranks' values are combined: comm::ReduceOp.
@@ -357,8 +363,9 @@ SemitoneStatus semitone_group_destroy(SemitoneGroup* group);
 SemitoneStatus semitone_group_rank(const SemitoneGroup* group, int32_t* rank);
 SemitoneStatus semitone_group_size(const SemitoneGroup* group, int32_t* size);
 /// Combines tensors over the ranks, in place, in one message for each dtype. Every rank passes
-/// tensors of the same dtypes and sizes, in the same order. After an error they may be changed in
-/// part. Autograd does not record it.
+/// tensors of the same dtypes and shapes, in the same order, as many as the others: zeros for a
+/// gradient that a rank does not have. After an error they may be changed in part. Autograd does not
+/// record it.
 SemitoneStatus semitone_group_all_reduce(const SemitoneGroup* group, SemitoneTensor* const* tensors,
                                          size_t count, int32_t op);
 /// Copies the tensors of a rank to all ranks. After an error they may be changed in part.
@@ -393,7 +400,8 @@ SemitoneStatus semitone_ddp_begin_forward(SemitoneDdp* ddp);
 /// unless semitone_ddp_begin_forward() was called since the last call. The list may be empty, except
 /// with find_unused_parameters and without static_graph: the search starts at these tensors, so an
 /// empty list is an error. It is none with grad mode off, nor between semitone_ddp_begin_no_sync()
-/// and semitone_ddp_end_no_sync().
+/// and semitone_ddp_end_no_sync(). With find_unused_parameters or static_graph it is also an error
+/// to pass a parameter or another leaf that requires a gradient: pass an alias of it.
 SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const* outputs,
                                         size_t count);
 /// Between these two calls, backward passes add to each rank's own gradients, without
