@@ -61,8 +61,9 @@ bool are_viewed(const at::Tensor& tensor, c10::SymIntArrayRef sizes) {
   const bool viewed = wanted.has_value() && (*wanted)[0] * (*wanted)[1] == given[0] &&
                       (*wanted)[2] == given[1] && (*wanted)[3] == given[2];
   if (viewed) last.reset();
-  // Other tensors in its memory would keep the memory that it has now.
-  return viewed && tensor.storage().use_count() == 1;
+  // Other tensors in its memory would keep the memory that it has now. Other holders of the tensor
+  // may be nodes of the graph, whose derivatives need it in 16 bits.
+  return viewed && tensor.use_count() == 1 && tensor.storage().use_count() == 1;
 }
 
 }  // namespace semitone::amp::attention_scores

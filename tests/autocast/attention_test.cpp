@@ -269,6 +269,27 @@ TEST(PaddedAttention, MasksWhatAnotherViewOfTheProductSees) {
   EXPECT_TRUE(torch::equal(rows, torch::full({24, 7}, -2, torch::kBFloat16)));
 }
 
+// Attention without softmax, whose scores the program looks at: the second product has saved them.
+TEST(PaddedAttention, LeavesAProductThatTheGraphHasSaved) {
+  torch::manual_seed(5);
+  const auto q = torch::randn({4, 6, 5}).requires_grad_();
+  const auto k = torch::randn({6, 5, 7}).requires_grad_();
+  const auto v = torch::randn({6, 7, 5}).requires_grad_();
+  const auto gradients = [&](bool looks) {
+    at::Tensor out;
+    {
+      const Autocast region(torch::kCPU, torch::kBFloat16);
+      const at::Tensor scores = torch::bmm(q.transpose(0, 1), k);
+      out = torch::bmm(scores, v);
+      if (looks) {
+        EXPECT_EQ(scores.view({2, 3, 4, 7}).numel(), scores.numel());
+      }
+    }
+    return torch::autograd::grad({out.sum()}, {q, k, v});
+  };
+  test::expect_bitwise_equal(gradients(true), gradients(false));
+}
+
 TEST(PaddedAttention, GivesAMaskedProductItsGradient) {
   const auto gradients = [](bool in_place) {
     torch::manual_seed(5);
