@@ -74,7 +74,13 @@ std::optional<at::Tensor> batch_norm(Arguments arguments) {
        {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
     if (!fits(values, input)) return std::nullopt;
   }
-  return nn::batch_norm(input, layer);
+  // LibTorch's result has no other order of elements: view() may follow.
+  const bool is_in_order =
+      input.is_contiguous() ||
+      (input.dim() == 4 && input.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (input.dim() == 5 && input.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  return nn::batch_norm(is_in_order ? input : input.contiguous(input.suggest_memory_format()),
+                        layer);
 }
 
 std::optional<at::Tensor> dropout(Arguments arguments) {

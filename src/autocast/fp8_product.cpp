@@ -151,7 +151,8 @@ bool is_matrix_product(const at::Tensor& left, const at::Tensor& right) {
 at::Tensor matrix_product(const at::Tensor& left, const at::Tensor& right) {
   if (left.dim() == 2 && right.dim() == 2) return Mm::apply(left, right);
   if (right.dim() == 1) return Mm::apply(left, right.unsqueeze(1)).squeeze(1);
-  if (right.dim() > 2) return matrix_product(right.mT(), left.t()).mT();
+  // Contiguous, as at::matmul's: view() may follow.
+  if (right.dim() > 2) return matrix_product(right.mT(), left.t()).mT().contiguous();
   std::vector<std::int64_t> sizes = left.sizes().vec();
   sizes.back() = right.size(1);
   return Mm::apply(left.reshape({-1, left.size(-1)}), right).view(sizes);
@@ -192,7 +193,7 @@ at::Tensor with_bias(const Fp8Operator& op, const Fp8Call& call, const at::Tenso
   constexpr std::size_t kAlpha = 4;
   at::Tensor scaled = scaled_by(result, call.arguments[kAlpha]);
   if (call.arguments[kBeta].toScalar().toDouble() == 0) return scaled;
-  return scaled_by(bias.to(at::kFloat), call.arguments[kBeta]) + scaled;
+  return scaled + scaled_by(bias.to(at::kFloat), call.arguments[kBeta]);
 }
 
 // The number of a convolution's output channels.

@@ -18,9 +18,11 @@ std::optional<Format> kernel_format_of(const at::Tensor& input, const at::Tensor
              : std::nullopt;
 }
 
-// Without a bias the order of the elements does not matter.
+// Without a bias the order of the elements does not matter: it stays, as in LibTorch's operator.
 at::Tensor without_gaps(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() ? tensor : dense(tensor);
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg()
+             ? tensor
+             : at::empty_like(tensor).copy_(tensor);
 }
 
 }  // namespace

@@ -82,6 +82,25 @@ TEST(FastKernels, BatchNormComputesWhatLibTorchDoes) {
   }
 }
 
+TEST(FastKernels, BatchNormHasTheStridesOfLibTorchs) {
+  torch::manual_seed(0);
+  const auto channels_last = torch::randn({5, 12, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast);
+  for (const at::Tensor& input :
+       {torch::randn({5, 9, 6}).transpose(1, 2), torch::randn({6, 40}).t(),
+        channels_last.chunk(2, 1)[0], torch::randn({5, 7, 6, 9}).transpose(1, 2),
+        torch::randn({2, 6, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast3d)}) {
+    SCOPED_TRACE(input.sizes());
+    const BatchNormCase layer{.input = input};
+    const Outcome got = layer.run(with_kernels());
+    const Outcome want = layer.run(without_kernels());
+    EXPECT_TRUE(is_ours(got.result));
+    EXPECT_EQ(got.result.strides(), want.result.strides());
+    const double tolerance = test::reduction_tolerance(torch::kFloat, input.numel() / 6);
+    expect_close(got.result, want.result, tolerance);
+    expect_close(got.gradients, want.gradients, tolerance);
+  }
+}
+
 TEST(FastKernels, BatchNormInEvaluationIsLibTorchs) {
   torch::manual_seed(1);
   const BatchNormCase layer = batch_norm_case(torch::kBFloat16);

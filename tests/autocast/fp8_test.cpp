@@ -272,6 +272,8 @@ TEST_F(Fp8, UnusualSizesAreLibTorchs) {
        [&] { return at::addmm(bias({7, 4}), x[0].unsqueeze(0), weights->matrix); }},
       {"addmm, bias of three dimensions",
        [&] { return at::addmm(bias({2, 5, 4}), x, weights->matrix); }},
+      {"addmm, a transposed matrix as bias",
+       [&] { return at::addmm(bias({4, 5}).t(), x, weights->matrix); }},
       {"matmul of a vector", [&] { return at::matmul(x[0], weights->matrix); }},
       {"matmul by a vector", [&] { return at::matmul(weights->matrix, bias({4})); }},
       {"matmul from the left, in a batch",
@@ -285,7 +287,7 @@ TEST_F(Fp8, UnusualSizesAreLibTorchs) {
       const Autocast region(policy);
       try {
         const at::Tensor result = call();
-        return c10::str(result.sizes(), result.scalar_type());
+        return c10::str(result.sizes(), result.strides(), result.scalar_type());
       } catch (const c10::Error&) {
         return "an error";
       }
