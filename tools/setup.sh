@@ -65,13 +65,14 @@ if [ "${TEST_PROGRAMS:-0}" != 0 ] && ! grep -qs '^ID=ubuntu' /etc/os-release; th
   needed+=("chromium:command -v chromium || command -v chromium-browser || command -v google-chrome || command -v chrome")
 fi
 prefix=.deps/prefix/usr
-header() {
+headers() {  # every file of this name
   local dir
-  for dir in /usr/include /usr/local/include "$prefix/include" ${CPLUS_INCLUDE_PATH:+${CPLUS_INCLUDE_PATH//:/ }}; do
-    [ -e "$dir/$1" ] && return 0
+  for dir in /usr/include /usr/local/include "$prefix/include" ${CPLUS_INCLUDE_PATH:+${CPLUS_INCLUDE_PATH//:/ }} \
+      ${CMAKE_PREFIX_PATH:+${CMAKE_PREFIX_PATH//:/\/include }/include}; do
+    [ ! -e "$dir/$1" ] || echo "$dir/$1"
   done
-  return 1
 }
+header() { [ -n "$(headers "$1")" ]; }
 # Existing versions, or those that apt-get would install, must be new enough. Checked now, before the downloads.
 version_of() {  # command package
   if command -v "$1" >/dev/null; then
@@ -80,11 +81,12 @@ version_of() {  # command package
     apt-cache policy "$2" | sed -n 's/^ *Candidate: \([0-9]*:\)\{0,1\}\([0-9][0-9.]*\).*/\2/p'
   fi
 }
+compare_version() {  # name version least remedy; a version that is not known is new enough
+  [ -z "$2" ] || [ "$(printf '%s\n' "$3" "$2" | sort -V | head -1)" = "$3" ] \
+    || fail "expected $1 $3 or newer, got $2 — $4"
+}
 require_version() {  # command package least remedy
-  local version
-  version="$(version_of "$1" "$2")"
-  [ -z "$version" ] || [ "$(printf '%s\n' "$3" "$version" | sort -V | head -1)" = "$3" ] \
-    || fail "expected $1 $3 or newer, got $version — $4"
+  compare_version "$1" "$(version_of "$1" "$2")" "$3" "$4"
 }
 require_version cmake cmake 3.25 "install a newer one, with 'python3 -m pip install cmake' for example, or use the bundle (docs/using.md)"
 compiler="${CXX:-c++}"
@@ -93,8 +95,17 @@ case "$("$compiler" --version 2>/dev/null | head -1)" in
   *clang*) require_version "$compiler" clang 14 "install a newer one, and say so: CXX=clang++-14 make …" ;;
   *) require_version "$compiler" g++ 12 "install a newer one, and say so: CXX=g++-12 make …" ;;
 esac
-# The one of Ubuntu 22.04 is older.
-header hwy/highway.h || require_version libhwy-dev libhwy-dev 1.0.3 \
+# The one of Ubuntu 22.04 is older. Of several that are there, the build may take the newest. Its headers say the version, later
+# ones in base.h.
+highway_version() {
+  local file
+  header hwy/highway.h || { version_of libhwy-dev libhwy-dev; return; }
+  for file in $(headers hwy/highway.h); do
+    cat "$file" "${file%highway.h}base.h" 2>/dev/null \
+      | sed -n 's/^#define HWY_\(MAJOR\|MINOR\|PATCH\) \([0-9]*\).*/\2/p' | paste -sd .
+  done | sort -V | tail -1
+}
+compare_version libhwy-dev "$(highway_version)" 1.0.3 \
   "use a distribution that has it (Debian 12, Ubuntu 24.04), install Highway from its sources, or use the bundle (docs/using.md)"
 missing=()
 for entry in "${needed[@]}"; do

@@ -90,6 +90,29 @@ class Setup(unittest.TestCase):
         self.program("apt-cache", "echo '  Candidate: 0.16.0-1'")
         self.expect_refusal(self.run_setup(CXX="", CPLUS_INCLUDE_PATH=""), "expected libhwy-dev 1.0.3 or newer, got 0.16.0")
 
+    def test_an_old_highway_that_is_installed(self):
+        script = self.root / "tools" / "setup.sh"
+        script.write_text(script.read_text().replace("/usr/include /usr/local/include", ""))
+        self.program("cmake", "echo 'cmake version 4.0.0'")
+        self.program("c++", "echo 'c++ (Ubuntu 12.3.0-1ubuntu1~22.04) 12.3.0'")
+        variables = self.install_everything()
+
+        def version(file, major, minor):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"#define HWY_MAJOR {major}\n#define HWY_MINOR {minor}\n#define HWY_PATCH 0\n")
+
+        version(self.root / "include/hwy/highway.h", 0, 16)
+        self.expect_refusal(self.run_setup(CXX="", **variables), "expected libhwy-dev 1.0.3 or newer, got 0.16.0")
+        # A newer one beside it, whose version is in another header.
+        (self.root / "own/include/hwy").mkdir(parents=True)
+        (self.root / "own/include/hwy/highway.h").touch()
+        version(self.root / "own/include/hwy/base.h", 1, 2)
+        (self.root / "libtorch/lib").mkdir(parents=True)
+        (self.root / "libtorch/lib/libtorch_cpu.so").touch()
+        done = self.run_setup(CXX="", CUDA="0", SEMITONE_LIBTORCH=str(self.root / "libtorch"), CMAKE_PREFIX_PATH=str(self.root / "own"),
+                              **variables)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
     def test_paths_with_spaces(self):
         self.expect_refusal(self.run_setup(SEMITONE_LIBTORCH="/my libraries/torch"), "expected paths without spaces")
 
