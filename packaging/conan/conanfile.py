@@ -10,7 +10,7 @@ from conan import ConanFile
 from conan.errors import ConanInvalidConfiguration
 from conan.tools.build import check_min_cppstd
 from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain
-from conan.tools.files import copy, load, save
+from conan.tools.files import copy, load, rename, rm, save
 
 ROOT = os.path.join("..", "..")
 PACKAGE_FILES = os.path.join("lib", "cmake", "semitone")
@@ -116,6 +116,14 @@ class SemitoneConan(ConanFile):
     def package(self):
         # Not by CMake(self), so that `conan export-pkg` takes a build folder that was not configured by Conan.
         self.run(f'cmake --install "{self.build_folder}" --prefix "{self.package_folder}"')
+        if self.options.shared:
+            # A build of both kinds, of which projects would find the static one.
+            rm(self, "semitone-static*.cmake", os.path.join(self.package_folder, PACKAGE_FILES))
+            rm(self, "libsemitone*.a", os.path.join(self.package_folder, "lib"))
+            pkg_config = os.path.join(self.package_folder, "lib", "pkgconfig")
+            if os.path.exists(os.path.join(pkg_config, "semitone_shared.pc")):
+                rm(self, "semitone.pc", pkg_config)
+                rename(self, os.path.join(pkg_config, "semitone_shared.pc"), os.path.join(pkg_config, "semitone.pc"))
         if not self.options.system_libraries:
             save(self, os.path.join(self.package_folder, PACKAGE_FILES, "hwy-config.cmake"), HIGHWAY)
 

@@ -28,8 +28,19 @@ function(package_and_test)
   if(NOT found MATCHES "=${WORK}/conan/")
     message(FATAL_ERROR "expected the package in ${WORK}/conan, got ${found}")
   endif()
+  string(REGEX REPLACE ".*=(.*)/lib/cmake/semitone" "\\1" package "${found}")
+  set(package ${package} PARENT_SCOPE)
 endfunction()
 package_and_test(-o "semitone/*:system_libraries=True")
+
+# The shared library alone, of a build that has both.
+file(REMOVE_RECURSE ${WORK}/source/build/conan)
+package_and_test(-o "semitone/*:system_libraries=True" -o "semitone/*:shared=True")
+file(GLOB static ${package}/lib/libsemitone*.a ${package}/lib/cmake/semitone/semitone-static*.cmake)
+file(READ ${package}/lib/pkgconfig/semitone.pc pc)
+if(static OR NOT EXISTS ${package}/lib/libsemitone.so OR NOT pc MATCHES "-lsemitone ")
+  message(FATAL_ERROR "expected the shared library alone in ${package}, got ${static} and:\n${pc}")
+endif()
 
 # With stand-ins for Conan's libraries: their names for CMake, and the order of requirements (of two releases of fmt, spdlog takes
 # one). hwy-config.cmake must not be the system's.
