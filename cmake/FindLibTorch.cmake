@@ -64,6 +64,10 @@ if(NOT LibTorch_ROOT_DIR AND "${SEMITONE_LIBTORCH}$ENV{SEMITONE_LIBTORCH}" STREQ
   endif()
 endif()
 
+# Not those of an earlier call that found another LibTorch, and refused it.
+foreach(_name VERSION CPU_LIBRARY C10_LIBRARY CUDA_LIBRARY C10_CUDA_LIBRARY)
+  unset(LibTorch_${_name})
+endforeach()
 find_library(LibTorch_CPU_LIBRARY torch_cpu PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH NO_CACHE)
 find_library(LibTorch_C10_LIBRARY c10 PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH NO_CACHE)
 find_library(LibTorch_CUDA_LIBRARY torch_cuda PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH NO_CACHE)
@@ -119,12 +123,18 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_compile_options(LibTorch::LibTorch INTERFACE
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter \"${LibTorch_ROOT_DIR}/include\">"
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter \"${LibTorch_ROOT_DIR}/include/torch/csrc/api/include\">")
-  # Debian's libtorch-dev has other headers of the same names among the system's. A folder with links to LibTorch's own
-  # headers comes before them; the other libraries in its include folder still come last.
-  if(NOT LibTorch_SYSTEM_INCLUDE_DIR)
-    set(LibTorch_SYSTEM_INCLUDE_DIR /usr/include)
+  # Debian's libtorch-dev, or a LibTorch in /usr/local, has other headers of the same names among the system's. A folder
+  # with links to LibTorch's own headers comes before them; the other libraries in its include folder still come last.
+  if(NOT LibTorch_SYSTEM_INCLUDE_DIRS)
+    set(LibTorch_SYSTEM_INCLUDE_DIRS /usr/include /usr/local/include)
   endif()
-  if(EXISTS ${LibTorch_SYSTEM_INCLUDE_DIR}/torch OR EXISTS ${LibTorch_SYSTEM_INCLUDE_DIR}/ATen)
+  set(_other_headers OFF)
+  foreach(_folder ${LibTorch_SYSTEM_INCLUDE_DIRS})
+    if(EXISTS ${_folder}/torch OR EXISTS ${_folder}/ATen)
+      set(_other_headers ON)
+    endif()
+  endforeach()
+  if(_other_headers)
     set(_own ${CMAKE_BINARY_DIR}/libtorch_headers)
     file(REMOVE_RECURSE ${_own})
     file(MAKE_DIRECTORY ${_own})

@@ -1,4 +1,5 @@
-# Compiles a program with LibTorch where the system has headers of another LibTorch, as Debian's package libtorch-dev does.
+# Compiles a program with LibTorch where the system has headers of another LibTorch, as Debian's package libtorch-dev does, in one of
+# several folders.
 #   cmake -D SOURCE=<Semitone> -D WORK=<a folder of the test's own> -D LIBTORCH=… -D COMPILER=… -P libtorch_dev.cmake
 cmake_minimum_required(VERSION 3.25)
 file(REMOVE_RECURSE ${WORK})
@@ -20,7 +21,7 @@ file(WRITE ${WORK}/CMakeLists.txt "
 cmake_minimum_required(VERSION 3.25)
 project(parent LANGUAGES CXX)
 set(CMAKE_CXX_STANDARD 20)
-set(LibTorch_SYSTEM_INCLUDE_DIR \${CMAKE_SOURCE_DIR}/usr)
+set(LibTorch_SYSTEM_INCLUDE_DIRS \${CMAKE_SOURCE_DIR}/none \${CMAKE_SOURCE_DIR}/usr)
 list(APPEND CMAKE_MODULE_PATH ${SOURCE}/cmake)
 find_package(LibTorch REQUIRED)
 add_library(app OBJECT main.cpp)
