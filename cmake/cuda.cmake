@@ -3,8 +3,9 @@
 #   SEMITONE_WITH_NVCC      there is an nvcc that can compile the CUDA kernels (src/kernels/cuda)
 #   SEMITONE_LINKS_KERNELS  the library contains them: there is an nvcc, and LibTorch has CUDA. With a LibTorch for CPUs no
 #                           tensor could reach them; then only tests compile them (semitone_kernels_cuda)
+#   SEMITONE_KERNEL_ARCHITECTURES   what they are compiled for
 #   SEMITONE_LINKS_CUDA     the library contains what calls LibTorch's CUDA functions: CUDA graphs, and NCCL. No nvcc is
-#                           needed, only headers of CUDA (SEMITONE_CUDA_INCLUDE_DIR), which the Python packages that
+#                           needed, only headers of CUDA (SEMITONE_CUDA_INCLUDE_DIRS), which the Python packages that
 #                           LibTorch links contain too
 #   SEMITONE_CUDA_RUNTIME   what code that calls the CUDA runtime links, also through LibTorch's headers
 #
@@ -15,19 +16,26 @@ set(SEMITONE_WITH_NVCC OFF)
 # Without tests and with a LibTorch for CPUs, nothing would be compiled with it.
 if(SEMITONE_CUDA STREQUAL ON OR (SEMITONE_CUDA STREQUAL AUTO AND (LibTorch_HAS_CUDA OR SEMITONE_TESTS)))
   include(CheckLanguage)
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    # Ampere, Hopper, and PTX of the latter for later devices. With a LibTorch for CPUs the kernels are only compiled, for one.
-    if(LibTorch_HAS_CUDA)
-      set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
-    else()
-      set(CMAKE_CUDA_ARCHITECTURES 90)
-    endif()
+  # Ampere, Hopper, and PTX of the latter for later devices. With a LibTorch for CPUs the kernels are only compiled, for one.
+  if(LibTorch_HAS_CUDA)
+    set(SEMITONE_KERNEL_ARCHITECTURES 80-real 90-real 90-virtual)
+  else()
+    set(SEMITONE_KERNEL_ARCHITECTURES 90)
+  endif()
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND "$ENV{CUDAARCHS}" STREQUAL "")  # which CMake reads
+    set(CMAKE_CUDA_ARCHITECTURES ${SEMITONE_KERNEL_ARCHITECTURES})
   endif()
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
-    # C++20.
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
+    # A parent's is no choice for Semitone: it may be the oldest GPU that nvcc knows, or OFF, which find_package(Torch) sets.
+    if(NOT SEMITONE_CUDA_ARCHITECTURES STREQUAL "")
+      set(SEMITONE_KERNEL_ARCHITECTURES ${SEMITONE_CUDA_ARCHITECTURES})
+    elseif(PROJECT_IS_TOP_LEVEL)
+      set(SEMITONE_KERNEL_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+    endif()
+    # C++20. clang, which may be CMake's compiler for CUDA, does not know nvcc's flags.
+    if(CMAKE_CUDA_COMPILER_ID STREQUAL NVIDIA AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
       find_package(CUDAToolkit REQUIRED)
       set(CMAKE_CUDA_STANDARD 20)
       set(CMAKE_CUDA_EXTENSIONS OFF)
@@ -61,12 +69,22 @@ elseif(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
   find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h
     PATHS ${LibTorch_ROOT_DIR}/../nvidia/cu13/include ${LibTorch_ROOT_DIR}/../nvidia/cuda_runtime/include NO_DEFAULT_PATH)
   find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h PATHS ${CUDAToolkit_INCLUDE_DIRS})
-  if(SEMITONE_CUDA_INCLUDE_DIR)
-    set(SEMITONE_LINKS_CUDA ON)
-    set(SEMITONE_LINKS_KERNELS ${SEMITONE_WITH_NVCC})
-  else()
-    message(WARNING "[cmake.cuda] LibTorch has CUDA, but cuda_runtime_api.h was not found: GPUs run without Semitone's kernels, "
-      "CUDA graphs and NCCL. Install the CUDA toolkit, or set SEMITONE_CUDA_INCLUDE_DIR to the folder of CUDA's headers")
+  # The Python packages of CUDA 12 have a folder for each of CUDA's libraries. LibTorch's own headers include cusparse.h.
+  set(SEMITONE_CUDA_INCLUDE_DIRS ${SEMITONE_CUDA_INCLUDE_DIR})
+  if(SEMITONE_CUDA_INCLUDE_DIR AND NOT EXISTS ${SEMITONE_CUDA_INCLUDE_DIR}/cusparse.h)
+    file(GLOB folders ${LibTorch_ROOT_DIR}/../nvidia/*/include)
+    list(APPEND SEMITONE_CUDA_INCLUDE_DIRS ${folders})
+  endif()
+  foreach(folder ${SEMITONE_CUDA_INCLUDE_DIRS})
+    if(EXISTS ${folder}/cusparse.h)
+      set(SEMITONE_LINKS_CUDA ON)
+      set(SEMITONE_LINKS_KERNELS ${SEMITONE_WITH_NVCC})
+    endif()
+  endforeach()
+  if(NOT SEMITONE_LINKS_CUDA)
+    message(WARNING "[cmake.cuda] LibTorch has CUDA, but cuda_runtime_api.h and cusparse.h were not found: GPUs run without "
+      "Semitone's kernels, CUDA graphs and NCCL. Install the CUDA toolkit, or set SEMITONE_CUDA_INCLUDE_DIR to the folder of CUDA's "
+      "headers")
   endif()
 endif()
 # One runtime for the whole library. The kernels need that of their nvcc, which may be another release than LibTorch's.

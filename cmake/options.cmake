@@ -36,6 +36,9 @@ if(NOT SEMITONE_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "[cmake.options] expected SEMITONE_CUDA to be AUTO, ON or OFF, got '${SEMITONE_CUDA}'")
 endif()
 
+set(SEMITONE_CUDA_ARCHITECTURES "" CACHE STRING
+    "What the CUDA kernels are compiled for, in the words of CMAKE_CUDA_ARCHITECTURES. Empty: cmake/cuda.cmake chooses")
+
 set(SEMITONE_SANITIZE "" CACHE STRING "Sanitizers: empty, 'address,undefined' or 'thread'")
 if(NOT SEMITONE_SANITIZE MATCHES "^(|address,undefined|thread)$")
   message(FATAL_ERROR
@@ -69,9 +72,10 @@ if(NOT PROJECT_IS_TOP_LEVEL)
   # Larger units than those of the presets have helpers of the same names.
   set(CMAKE_UNITY_BUILD_BATCH_SIZE 16)
   # Folders of sources hold headers with the names of the system's, and a parent may have headers with the names of ours, or
-  # other releases of fmt (LibTorch's folder does): they would come before our own.
+  # other releases of fmt (LibTorch's folder does): they would come before our own. Libraries bring such folders too.
   set(CMAKE_INCLUDE_CURRENT_DIR OFF)
   set_property(DIRECTORY PROPERTY INCLUDE_DIRECTORIES "")
+  set_property(DIRECTORY PROPERTY LINK_LIBRARIES "")
   foreach(linter CLANG_TIDY CPPCHECK CPPLINT INCLUDE_WHAT_YOU_USE)
     set(CMAKE_CXX_${linter} "")
   endforeach()
@@ -92,5 +96,5 @@ add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 # Libraries that tools/setup.sh unpacked where packages cannot be installed (no root).
 if(EXISTS ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
   list(APPEND CMAKE_PREFIX_PATH ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
-  include_directories(SYSTEM AFTER ${PROJECT_SOURCE_DIR}/.deps/prefix/usr/include)  # Gloo's headers have no package file
+  include_directories(AFTER SYSTEM ${PROJECT_SOURCE_DIR}/.deps/prefix/usr/include)  # Gloo's headers have no package file
 endif()

@@ -52,7 +52,12 @@ if(SEMITONE_APPS)
   set(SEMITONE_TOOLS_FILES $<TARGET_FILE:semitone_cli>)
 endif()
 configure_file(${cmake_folder}/packages_config.cmake.in ${PROJECT_BINARY_DIR}/packages_config.cmake.in @ONLY)
+# Of several configurations, Release alone has what a .deb depends on.
 file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/packages_config.cmake INPUT ${PROJECT_BINARY_DIR}/packages_config.cmake.in
-  CONDITION $<OR:$<NOT:$<BOOL:${CMAKE_CONFIGURATION_TYPES}>>,$<CONFIG:Release>>)  # one of several configurations
-set(CPACK_PROJECT_CONFIG_FILE ${PROJECT_BINARY_DIR}/packages_config.cmake)
+  CONDITION "$<OR:$<NOT:$<BOOL:${CMAKE_CONFIGURATION_TYPES}>>,$<CONFIG:Release>>")
+if(NOT CMAKE_CONFIGURATION_TYPES OR "Release" IN_LIST CMAKE_CONFIGURATION_TYPES)
+  set(CPACK_PROJECT_CONFIG_FILE ${PROJECT_BINARY_DIR}/packages_config.cmake)
+else()
+  list(REMOVE_ITEM CPACK_GENERATOR DEB)
+endif()
 include(CPack)

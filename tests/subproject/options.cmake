@@ -1,5 +1,5 @@
-# Configures Semitone as packagers do: without the program, and with a shared library by CMake's own variable. Then with tests, on a
-# machine that lacks programs that some of them need.
+# Configures Semitone as packagers do: without the program, and with a shared library by CMake's own variable. Then with several
+# configurations, with tests on a machine that lacks programs that some of them need, and with CUDA.
 #   cmake -D SOURCE=<Semitone> -D WORK=<a folder of the test's own> -D LIBTORCH=… -D PREFIX_PATH=… -D COMPILER=… -P options.cmake
 cmake_minimum_required(VERSION 3.25)
 file(REMOVE_RECURSE ${WORK})
@@ -36,6 +36,20 @@ if(build MATCHES "semitone_cli|core_test" OR NOT build MATCHES "semitone_benchma
   message(FATAL_ERROR "expected benchmarks, but no program and no tests")
 endif()
 
+# Several configurations. Release has the packages' dependencies, and without it there is no .deb.
+list(TRANSFORM configure REPLACE "^Ninja$" "Ninja Multi-Config" OUTPUT_VARIABLE configure_multi)
+foreach(types "Debug;Release" "Debug;RelWithDebInfo")
+  execute_process(COMMAND ${configure_multi} -B ${WORK}/multi "-DCMAKE_CONFIGURATION_TYPES=${types}" -DSEMITONE_APPS=OFF
+      -DSEMITONE_BENCHMARKS=OFF -DCPACK_PACKAGE_CONTACT=nobody
+    OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+  file(READ ${WORK}/multi/CPackConfig.cmake packages)
+  string(REGEX MATCH "set[(]CPACK_PROJECT_CONFIG_FILE \"([^\"]*)\"" _ "${packages}")
+  set(file "${CMAKE_MATCH_1}")
+  if(types MATCHES Release AND NOT EXISTS "${file}" OR NOT types MATCHES Release AND (file OR packages MATCHES "CPACK_GENERATOR \"[^\"]*DEB"))
+    message(FATAL_ERROR "expected the packages' dependencies of Release alone, got '${file}' for ${types}")
+  endif()
+endforeach()
+
 # Programs that are already known, as an empty name, are not searched.
 set(names "completion_test[.]zsh" "completion_test[.]fish" "completion_test[.]groff" packages conan report_page_test "launched_test[.]torchrun"
   "launched_test[.]mpirun" multi_host_test "example[.]bindings[.]rust" "example[.]bindings[.]csharp"
@@ -65,3 +79,5 @@ foreach(name ${names})
     message(FATAL_ERROR "expected no ${name}, got:\n${tests}")
   endif()
 endforeach()
+
+include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)

@@ -34,7 +34,7 @@ std::string why_not(int device) {
   for (const int image : kImages) compiled += (compiled.empty() ? "" : ", ") + capability(image);
   return "they were compiled for compute capability " + compiled +
          (kPtx > 0 ? " and later" : " without PTX") + ", it has " + capability(has) +
-         " (configure with -DCMAKE_CUDA_ARCHITECTURES=" + std::to_string(has / 10) +
+         " (configure with -DSEMITONE_CUDA_ARCHITECTURES=" + std::to_string(has / 10) +
          ", if nvcc knows it)";
 }
 
