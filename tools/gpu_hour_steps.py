@@ -62,7 +62,8 @@ def compile_target(run, target, program):
 
 SMI = ("name", "driver_version", "compute_cap", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu")
 
-SETTINGS = ("SEMITONE_LIBTORCH", "CMAKE_CUDA_ARCHITECTURES", "CMAKE_BUILD_TYPE", "SEMITONE_CUDA_INCLUDE_DIR", "SEMITONE_NCCL_INCLUDE_DIR")
+SETTINGS = ("SEMITONE_LIBTORCH", "SEMITONE_CUDA_ARCHITECTURES", "CMAKE_CUDA_ARCHITECTURES", "CMAKE_BUILD_TYPE", "SEMITONE_CUDA_INCLUDE_DIR",
+            "SEMITONE_NCCL_INCLUDE_DIR")
 
 
 def facts(run):
