@@ -52,7 +52,8 @@ int main() try {
     right = right && policy.find("mm").has_value() && !policy.find("mylib::project").has_value();
   }
 
-  // Only the named operators run in 16 bits. Paddle's level "OD" is similar.
+  // The named operators run in 16 bits, and what follows in the dtype of their results. Paddle's
+  // level "OD" is similar.
   const auto only = amp::CastPolicy::none(target).lower("conv2d");
   std::cout << "conv2d only: " << dtypes_of(only) << '\n';
 

@@ -46,8 +46,11 @@ int main() try {
       {"Paddle, static programs", amp::LossScaleOptions::paddle()},
       {"Paddle, paddle.amp.GradScaler",
        amp::LossScaleOptions::paddle().min_scale(0).max_scale(infinity)},
-      {"Paddle, AmpScaler",
-       amp::LossScaleOptions::paddle().init_scale(0x1p15).growth_interval(1000)},
+      {"Paddle, AmpScaler", amp::LossScaleOptions::paddle()
+                                .init_scale(0x1p15)
+                                .growth_interval(1000)
+                                .min_scale(0)
+                                .max_scale(infinity)},
       {"DeepSpeed", amp::LossScaleOptions::deepspeed()},
       {"constant", amp::LossScaleOptions::fixed(128)},
       {"constant, as an option", amp::LossScaleOptions().init_scale(128).dynamic(false)},

@@ -20,8 +20,9 @@
 
 namespace semitone::amp {
 
-/// Paddle's levels. O1 casts by an allow list and a block list. O2 casts all operators except those
-/// that are slower in 16 bits.
+/// Paddle's levels. O1 casts by an allow list and a block list. O2 has the same allow list, and its
+/// block list only has operators that are slower in 16 bits. The others run in the widest dtype of
+/// their arguments.
 enum class PaddleLevel { O1, O2 };
 
 class CompiledPolicy;
