@@ -1,6 +1,7 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
 #include "semitone/core/dtype.h"
 #include "semitone/weights/file.h"
@@ -81,6 +82,8 @@ void check(const ConvertFlags& flags) {
     throw UsageError(kConvert, std::string("OUT that ends in ") + weights::kFileNames,
                      "'" + flags.out + "'");
   }
+  // Another dtype, or a part of the file, would replace what cannot be had again.
+  require_two_files(kConvert, {"IN", flags.in}, {"OUT", flags.out});
 }
 
 // The metadata without what every file for Python has.

@@ -91,5 +91,16 @@ TEST_F(ConvertTest, ErrorsNameTheRemedyAndWriteNothing) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "a.pt"));
 }
 
+TEST_F(ConvertTest, TheResultDoesNotReplaceTheFileItIsReadFrom) {
+  const std::string in = python("state_dict.pt");
+  const std::string bytes = test::read_text(in);
+  std::filesystem::create_symlink(in, folder_ / "link.pt");
+  for (const std::string& out : {in, (folder_ / "." / "state_dict.pt").string(), at("link.pt")}) {
+    expect_failure(run_semitone({"convert", in, out, "--dtype", "bf16"}), 2,
+                   "[cli.convert] expected two files for IN and OUT, got '" + in + "' for both");
+    EXPECT_TRUE(test::read_text(in) == bytes) << out;
+  }
+}
+
 }  // namespace
 }  // namespace semitone::convert_command_test
