@@ -43,13 +43,22 @@ OptimizerPtr make_fused_adam(const Parameters& parameters, const OptimizerSettin
       parameters, options_of<optim::FusedAdamOptions>(settings).adam_w_mode(false));
 }
 
+// FusedAdam decays no weights by default, as Apex's. Without a decay AdamW is Adam, so this has the
+// decay of adamw, 1e-2.
+OptimizerPtr make_fused_adamw(const Parameters& parameters, const OptimizerSettings& settings) {
+  OptimizerSettings decaying = settings;
+  if (!decaying.weight_decay.has_value())
+    decaying.weight_decay = torch::optim::AdamWOptions().weight_decay();
+  return make<optim::FusedAdam, optim::FusedAdamOptions>(parameters, decaying);
+}
+
 constexpr std::array kOptimizers{
     OptimizerChoice{"sgd", true, make<torch::optim::SGD, torch::optim::SGDOptions>},
     OptimizerChoice{"adam", false, make<torch::optim::Adam, torch::optim::AdamOptions>},
     OptimizerChoice{"adamw", false, make<torch::optim::AdamW, torch::optim::AdamWOptions>},
     OptimizerChoice{"fused-sgd", true, make<optim::FusedSGD, optim::FusedSGDOptions>},
     OptimizerChoice{"fused-adam", false, make_fused_adam},
-    OptimizerChoice{"fused-adamw", false, make<optim::FusedAdam, optim::FusedAdamOptions>},
+    OptimizerChoice{"fused-adamw", false, make_fused_adamw},
     OptimizerChoice{"fused-lamb", false, make<optim::FusedLAMB, optim::FusedLAMBOptions>},
     OptimizerChoice{"fused-novograd", false,
                     make<optim::FusedNovoGrad, optim::FusedNovoGradOptions>},

@@ -19,7 +19,7 @@ struct OptimizerSettings {
   double momentum = 0;
   // Of Adam and its relatives. Not set: the optimizer's default.
   std::optional<double> eps = std::nullopt;
-  // Not set: the optimizer's default.
+  // Not set: the optimizer's default; of fused-adamw that of adamw, 1e-2.
   std::optional<double> weight_decay = std::nullopt;
   // Of fused-sgd, fused-adam and fused-adamw; see their options split_master and bf16_state.
   bool split_masters = false;

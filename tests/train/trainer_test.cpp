@@ -2,22 +2,26 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/fused_adam.h"
 #include "semitone/zoo/convnet.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 #include "src/train/step_count.h"
+#include "tests/optim/against_torch.h"
 #include "tests/support/image_files.h"
 #include "tests/support/recorded_events.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/train/every_level.h"
 #include "tests/train/small_training.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -116,6 +120,42 @@ TEST(Trainer, EveryOptimizerTrains) {
         options_for(OptLevel::O2, torch::kBFloat16).optimizer(std::string(choice.name)).lr(lr));
     EXPECT_GT(result.test_accuracy, 0.9) << choice.name;
   }
+}
+
+// The weights before the first step, and after each of five on the same gradients, with the
+// settings that the program gives.
+std::vector<at::Tensor> weights_with(std::string_view optimizer) {
+  const auto generator = at::detail::createCPUGenerator(1);
+  const at::Tensor weight = torch::randn({1000}, generator).requires_grad_();
+  const auto steps = find_optimizer(optimizer).make({weight}, {.lr = 0.01, .momentum = 0.9});
+  std::vector<at::Tensor> weights{weight.detach().clone()};
+  for (int step = 0; step < 5; ++step) {
+    weight.mutable_grad() = torch::randn({1000}, generator);
+    steps->step();
+    weights.push_back(weight.detach().clone());
+  }
+  return weights;
+}
+
+TEST(Trainer, FusedAdamWDecaysWeightsAsAdamWDoesAndFusedAdamDoesNot) {
+  const auto adamw = weights_with("adamw");
+  const auto fused_adamw = weights_with("fused-adamw");
+  // The operations of FusedAdam.IsTorchsAdamW.
+  test::Apart apart({.of_weight = 2, .of_update = 13}, {adamw.front()});
+  for (std::size_t step = 1; step < adamw.size(); ++step)
+    apart.expect_near({fused_adamw[step]}, {adamw[step]});
+  // Five steps of 0.01 with a decay of 0.01 take 5e-4 of each weight. The largest is above 1.
+  const at::Tensor apart_from_adam = (weights_with("fused-adam").back() - adamw.back()).abs();
+  EXPECT_GT(apart_from_adam.max().item<double>(), 4e-4);
+}
+
+TEST(Trainer, FusedAdamWTakesTheDecayThatIsSet) {
+  const auto optimizer =
+      find_optimizer("fused-adamw").make({torch::ones({2}).requires_grad_()}, {.weight_decay = 0});
+  const auto& options =
+      static_cast<const optim::FusedAdamOptions&>(optimizer->param_groups().at(0).options());
+  EXPECT_EQ(options.weight_decay(), 0);
+  EXPECT_TRUE(options.adam_w_mode());
 }
 
 TEST(Trainer, AugmentedImagesChangeFromEpochToEpochAndCanBeRepeated) {
