@@ -37,7 +37,7 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const 
   if (options.schedule() != Schedule::constant) config["--epochs"] = text(options.epochs());
   // Only a run with checkpoints needs it.
   if (!options.checkpoint_dir().empty() || !options.resume_from().empty())
-    config["data with the checksum"] = data.checksum();
+    config[kDataChecksum] = data.checksum();
   return config;
 }
 

@@ -95,7 +95,7 @@ class TrainOptions {
   TORCH_ARG(bool, check_nonfinite) = false;
 
   // The processes that train together, each with its share of the data. Their options must be
-  // equal. Default: this process only.
+  // equal (require_same_run compares them). Default: this process only.
   TORCH_ARG(comm::Group, group);
   // Use the statistics of all processes' batches together in BatchNorm layers.
   TORCH_ARG(bool, sync_batch_norm) = false;

@@ -20,6 +20,7 @@
 #include "src/train/nonfinite_steps.h"
 #include "src/train/numbers.h"
 #include "src/train/run_config.h"
+#include "src/train/same_run.h"
 #include "src/train/setup.h"
 #include "src/train/step_count.h"
 #include "src/train/step_decisions.h"
@@ -88,6 +89,7 @@ class Run {
         train_(*data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
         test_(*data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         count_(count_steps(data, options)),
+        config_(same_on_all_ranks(data)),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
@@ -96,7 +98,7 @@ class Run {
         checkpoints_(
             options,
             {setup_.handle, *setup_.optimizer, setup_.mixed, losses_.guard(), replicas_, position_},
-            run_config_of(options, format_, data)),
+            std::move(config_)),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
     reseed(options.group());
@@ -131,6 +133,14 @@ class Run {
   }
 
  private:
+  // Before ranks exchange anything else: they could otherwise wait for each other, or complain
+  // about a consequence.
+  RunConfig same_on_all_ranks(const DataSet& data) const {
+    RunConfig config = run_config_of(options_, format_, data);
+    require_same_run(options_, data, config);
+    return config;
+  }
+
   bool computes_in_fp8() const {
     return options_.opt_level() != amp::OptLevel::O0 && has_fp8(policy_of(options_));
   }
@@ -387,6 +397,7 @@ class Run {
   Batches train_;
   Batches test_;
   StepCount count_;
+  RunConfig config_;  // until checkpoints_ has it
   Setup setup_;
   parallel::detail::ReplicaSync replicas_;
   Position position_;

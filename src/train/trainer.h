@@ -76,7 +76,8 @@ struct TrainResult {
 // checkpoint is saved before the test, so that a run that is killed during the test need only be
 // tested. A training that resume_auto finds finished is only tested.
 //
-// Error for options out of range. Error on every process, before the first step, if one of the
+// Error for options out of range. Error on every process, before the first step, if processes of
+// the group have other settings or other data than others (require_same_run), and if one of the
 // steps to come has a batch of fewer examples than Classifier::smallest_batch. FileError for
 // places where checkpoints or weights cannot be written, before training, for checkpoints that
 // cannot be read or belong to another run, and for later steps, another run or another training in

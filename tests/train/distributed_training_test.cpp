@@ -5,6 +5,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
 #include "src/train/diverged_elsewhere.h"
+#include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
 #include "tests/train/bits.h"
@@ -187,6 +188,47 @@ TEST(DistributedTrainer, TwoRanksLearnATextAsOneProcessDoes) {
     }
     EXPECT_NEAR(shared.test_loss, alone.test_loss, 0.02);
     EXPECT_EQ(shared.processes, 2);
+  });
+}
+
+// They would train something that nobody asked for, or wait for each other.
+TEST(DistributedTrainer, OtherSettingsOrDataOfOneRankAreAnErrorOnAll) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const bool differs = rank.number() == 1;
+    Models models(0.2);
+    const auto options = [&] { return options_for(OptLevel::O0, group).max_steps(2); };
+    const auto refuses = [&](const TrainOptions& mine, const DataSet& set,
+                             const std::string& difference) {
+      test::expect_error(
+          [&] { train_classifier(models.factory(), set, mine); },
+          {"[train.trainer] expected the same settings and data on all ranks, got " + difference,
+           "give all processes the same flags and the same data"});
+    };
+    refuses(options().lr(differs ? 0.1 : 0.05), data(),
+            "--lr 0.05 on rank 0 and --lr 0.1 on rank 1");
+    refuses(options().opt_level(differs ? OptLevel::O1 : OptLevel::O0).fp8(true), data(),
+            "--opt-level O0 on rank 0 and --opt-level O1 on rank 1");
+    refuses(options().optimizer(differs ? "adamw" : "sgd"), data(),
+            "--optimizer sgd on rank 0 and --optimizer adamw on rank 1");
+    refuses(options().max_steps(differs ? 3 : 2), data(),
+            "--max-steps 2 on rank 0 and --max-steps 3 on rank 1");
+    refuses(options().schedule(Schedule::constant).epochs(differs ? 1 : 2), data(),
+            "--epochs 2 on rank 0 and --epochs 1 on rank 1");
+    refuses(options().check_nonfinite(differs), data(),
+            "--check-nonfinite false on rank 0 and --check-nonfinite true on rank 1");
+    refuses(options().checkpoint_dir(differs ? rank.folder() / "run" : ""), data(),
+            "--checkpoint-dir not set on rank 0 and --checkpoint-dir set on rank 1");
+    // As if files were missing on a machine, and as if one had another version of them.
+    const auto images = [](std::int64_t train, std::uint64_t seed) {
+      return image_data(test::made_up_images(train, seed), test::made_up_images(201, 2));
+    };
+    refuses(options(), images(differs ? 320 : 640, 1),
+            "training images 640 on rank 0 and training images 320 on rank 1");
+    refuses(options(), images(640, differs ? 3 : 1), "data with the checksum ");
+    // The group is as good as before. Each may write another file.
+    const auto weights = rank.folder() / (differs ? "b.safetensors" : "a.safetensors");
+    EXPECT_EQ(train_classifier(models.factory(), data(), options().save_weights(weights)).steps, 2);
   });
 }
 
