@@ -74,9 +74,17 @@ std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
     return fmt::format("{} that a launcher started, over {}{}{}", group.size(), group.backend(),
                        synced, wire);
   }
-  const auto count = flags.nodes * flags.processes();
-  const std::string where = flags.nodes == 1 ? "" : fmt::format(" on {} machines", flags.nodes);
-  return fmt::format("{}{}{}{}", count, where, synced, wire);
+  // Other machines may have another number of processes.
+  const std::string where =
+      flags.nodes == 1 ? "" : fmt::format(" on this machine, {} machines", flags.nodes);
+  return fmt::format("{}{}{}{}", flags.processes(), where, synced, wire);
+}
+
+// "100", for each process, or "256 for all processes together".
+std::string batches_of(const TrainFlags& flags, bool has_ranks) {
+  if (flags.global_batch_size == 0) return std::to_string(flags.options.batch_size());
+  return fmt::format("{}{}", flags.global_batch_size,
+                     has_ranks ? " for all processes together" : "");
 }
 
 std::string checkpoints_line(const train::TrainOptions& options) {
@@ -101,17 +109,17 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::Task& t
     line("fp8", "linear layers and convolutions, emulated: float8_e4m3fn, gradients float8_e5m2");
   if (task.data.kind.has_memory_format) line("memory", format_line(flags));
   line("data", fmt::format("{}, from {}", task.description, flags.data.path));
-  const int ranks =
-      flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
-  if (ranks > 1) line("processes", processes_line(flags, group));
+  const bool has_ranks = flags.starts_job() || group.size() > 1;
+  if (has_ranks) line("processes", processes_line(flags, group));
   if (!flags.options.checkpoint_dir().empty()) line("checkpoints", checkpoints_line(flags.options));
-  line("training", fmt::format("{}, {} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
-                               counted(flags.options.epochs(), "epoch"), flags.batch_size(ranks),
-                               flags.options.optimizer(), flags.options.lr(),
-                               train::find_optimizer(flags.options.optimizer()).has_momentum
-                                   ? fmt::format(" momentum {}", flags.options.momentum())
-                                   : "",
-                               train::name_of(flags.options.schedule()), flags.options.seed()));
+  line("training",
+       fmt::format("{}, {} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
+                   counted(flags.options.epochs(), "epoch"), batches_of(flags, has_ranks),
+                   flags.options.optimizer(), flags.options.lr(),
+                   train::find_optimizer(flags.options.optimizer()).has_momentum
+                       ? fmt::format(" momentum {}", flags.options.momentum())
+                       : "",
+                   train::name_of(flags.options.schedule()), flags.options.seed()));
   out << std::flush;
 }
 

@@ -23,8 +23,9 @@ namespace {
 
 // The flags of one start that do not change what is computed: processes have their own, and
 // run.json has the number of processes.
-const std::set<std::string_view> kOfTheStart{"log-dir",   "log-every", "master-addr", "master-port",
-                                             "node-rank", "nodes",     "nproc",       "quiet"};
+const std::set<std::string_view> kOfTheStart{"log-dir",     "log-every", "master-addr",
+                                             "master-port", "max-data",  "node-rank",
+                                             "nodes",       "nproc",     "quiet"};
 
 // In bytes. All flags, with long paths, take a tenth of it.
 constexpr std::size_t kMaxConfig = std::size_t{1} << 16;

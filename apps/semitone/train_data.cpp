@@ -6,11 +6,13 @@
 #include "semitone/zoo/mnist.h"
 #include "semitone/zoo/text.h"
 #include "src/core/env.h"
+#include "src/zoo/data_limit.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -94,18 +96,40 @@ const Format* format_of(const fs::path& folder, std::string_view component) {
   return format;
 }
 
+// In GiB: more than a machine has, and in bytes still a number of 64 bits.
+constexpr double kMostMaxData = 1e9;
+
+std::int64_t max_data_bytes(const DataFlags& flags) {
+  return std::max<std::int64_t>(1, std::llround(std::ldexp(flags.max_data, 30)));
+}
+
+// Calls load(). If data are beyond the loader's max_bytes, its error gets this program's remedy.
+template <typename Load>
+auto load_within_limit(const Load& load, std::string_view remedy) {
+  try {
+    return load();
+  } catch (const zoo::DataLimitError& error) {
+    throw FileError(error.component(), error.expected(), error.got(), remedy);
+  }
+}
+
 train::Task load_image_task(const train::ModelChoice& model, const DataFlags& flags,
                             std::string_view component) {
   const std::string& directory = flags.path;
-  std::error_code ignored;
-  if (fs::is_regular_file(directory, ignored)) {
+  std::error_code error;
+  const fs::file_type type = fs::status(directory, error).type();
+  if (type == fs::file_type::regular) {
     throw FileError(
         component,
         fmt::format("a folder with images at '{}' for --model {}", directory, model.name), "a file",
         "give --data DIR, or for a text --model gpt");
   }
-  if (!fs::is_directory(directory, ignored)) {
-    throw FileError(component, "a folder with the data at '" + directory + "'", "none",
+  // It may well be there: without a permission, or where the file system does not answer.
+  if (error && type != fs::file_type::not_found)
+    throw FileError(component, "to read the folder '" + directory + "'", error.message());
+  if (type != fs::file_type::directory) {
+    throw FileError(component, "a folder with the data at '" + directory + "'",
+                    type == fs::file_type::not_found ? "none" : "something else of that name",
                     std::string("give --data DIR or set ") + env::kDataDir.name);
   }
   const Format* const format = format_of(directory, component);
@@ -118,10 +142,15 @@ train::Task load_image_task(const train::ModelChoice& model, const DataFlags& fl
                              format->load(directory, zoo::Split::test));
   }
   zoo::ImageFolderOptions options;
-  options.test_share(flags.test_share);
+  options.test_share(flags.test_share).max_bytes(max_data_bytes(flags));
   if (flags.image_size > 0) options.size(flags.image_size);
-  return train::image_task(model, zoo::load_image_folder(directory, zoo::Split::train, options),
-                           zoo::load_image_folder(directory, zoo::Split::test, options));
+  return load_within_limit(
+      [&] {
+        return train::image_task(model,
+                                 zoo::load_image_folder(directory, zoo::Split::train, options),
+                                 zoo::load_image_folder(directory, zoo::Split::test, options));
+      },
+      "set a smaller --image-size, or raise --max-data");
 }
 
 train::Task load_text_task(const train::ModelChoice& model, const DataFlags& flags,
@@ -133,7 +162,9 @@ train::Task load_text_task(const train::ModelChoice& model, const DataFlags& fla
                     fmt::format("a text file at '{}' for --model {}", flags.path, model.name),
                     "a folder", "give --data FILE");
   }
-  const zoo::Text text = zoo::load_text(file);
+  const zoo::Text text =
+      load_within_limit([&] { return zoo::load_text(file, max_data_bytes(flags)); },
+                        "raise --max-data, or use a part of the text");
   // The bytes of a vocabulary ascend. Those of images contain 0, and so do those of UTF-16.
   if (text.vocabulary.starts_with('\0')) {
     throw FileError(component, fmt::format("a text in '{}' for --model {}", flags.path, model.name),
@@ -155,6 +186,10 @@ void add_data_flags(Flags& add, DataFlags& flags) {
   add.text("--data", flags.path, "DIR|FILE", "Directory of images, or for gpt a text file");
   add.integer("--image-size", flags.image_size, 0, 1 << 14,
               "Height and width to which a folder's images are scaled and cropped; 0: as they are");
+  add.number(
+      "--max-data", flags.max_data, [](double value) { return value > 0 && value <= kMostMaxData; },
+      "above 0 and up to 1e9",
+      "Most memory, in GiB, that a text may take, or each split of a folder's images");
   add.number(
       "--test-share", flags.test_share, [](double value) { return value > 0 && value < 1; },
       "above 0 and below 1",

@@ -17,6 +17,7 @@ std::string default_data_dir();
 struct DataFlags {
   std::string path{};
   std::int64_t image_size = 0;  // 0: as the images are
+  double max_data = 8;          // in GiB
   double test_share = 0.2;
   std::int64_t sequence_length = 128;
 };
@@ -35,9 +36,10 @@ std::string model_defaults_help();
 // with the files of MNIST, CIFAR-10 or CIFAR-100 (fine labels), or with a sub-folder for each class
 // or split (zoo::load_image_folder); its content tells which. For a model of texts, it is a file.
 //
-// FileError of the component if nothing is there, if a directory has none or several of these
-// formats, and for a file with zero bytes. UsageError for --image-size with other data than a
-// folder of images.
+// FileError of the component if nothing is there, or nothing that the system shows, if a directory
+// has none or several of these formats, and for a file with zero bytes. FileError that names
+// --max-data for images in folders, or a text, beyond that. UsageError for --image-size with other
+// data than a folder of images.
 train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
                       std::string_view component);
 

@@ -35,7 +35,8 @@ constexpr auto kDataFooter =
 CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
 fine labels). A folder of PNG, JPEG, PPM or PGM images has a sub-folder for each class, in train/ and test/ (or val/), or
 without these for --test-share; images of several sizes need --image-size. Other formats must be converted, with
-ImageMagick's mogrify -format png for example.
+ImageMagick's mogrify -format png for example. The images of each split of a folder are read into memory, at most
+--max-data GiB, and so is a text. A GiB is 2^30 bytes.
 The model has the channels, size and classes of the images. A ResNet sees a single channel three times, and images below
 32 x 32 in a frame of zeros. For images up to 32 x 32, it needs at least 2 in each batch. vit has 6 layers of width 192
 with 3 heads and a feed-forward width of 768, and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR, 16 x 16 for 224
@@ -143,8 +144,9 @@ void check_batch_size(const TrainFlags& flags, const CLI::App& command,
   if (flags.global_batch_size == 0) return;
   if (command.count("--batch-size") > 0)
     throw UsageError(kTrain, "--batch-size or --global-batch-size", "both");
-  const std::int64_t processes =
-      place.world_size > 1 ? place.world_size : flags.processes() * flags.nodes;
+  // Other machines may have another number of processes, so only these know how many there are.
+  if (place.world_size <= 1 && flags.nodes > 1) return;
+  const int processes = place.world_size > 1 ? place.world_size : flags.processes();
   if (flags.global_batch_size % processes != 0) {
     throw UsageError(
         kTrain, fmt::format("--global-batch-size that is a multiple of {} processes", processes),

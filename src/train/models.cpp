@@ -128,9 +128,10 @@ Classifier make_gpt(std::int64_t characters) {
       zoo::DecoderOptions().layers(4).width(256).heads(4).ffn(704).vocabulary(characters));
 }
 
-constexpr std::array kGptDefaults{FlagDefault{"--optimizer", "adamw"}, FlagDefault{"--lr", "0.001"},
-                                  FlagDefault{"--batch-size", "8"}, FlagDefault{"--epochs", "10"},
-                                  FlagDefault{"--test-share", "0.1"}};
+constexpr std::array kGptDefaults{
+    FlagDefault{"--optimizer", "adamw"}, FlagDefault{"--lr", "0.001"},
+    FlagDefault{"--batch-size", "8"},    FlagDefault{"--epochs", "10"},
+    FlagDefault{"--max-data", "1"},      FlagDefault{"--test-share", "0.1"}};
 
 constexpr std::array kModels{
     ModelChoice{.name = "convnet", .make_for_images = make_convnet},

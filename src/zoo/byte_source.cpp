@@ -39,9 +39,13 @@ bool is_there(const std::filesystem::path& path) {
 
 void require_folder(const std::filesystem::path& folder, std::string_view component) {
   std::error_code error;
-  if (std::filesystem::is_directory(folder, error)) return;
+  const auto type = std::filesystem::status(folder, error).type();
+  if (type == std::filesystem::file_type::directory) return;
+  const bool is_missing = type == std::filesystem::file_type::not_found;
+  if (error && !is_missing)
+    throw FileError(component, "to read the folder '" + folder.string() + "'", error.message());
   throw FileError(component, "a folder '" + folder.string() + "'",
-                  std::filesystem::exists(folder, error) ? "a file of that name" : "none");
+                  is_missing ? "none" : "a file of that name");
 }
 
 struct ByteSource::State {
@@ -155,6 +159,10 @@ ByteSource::~ByteSource() = default;
 std::size_t ByteSource::read(void* buffer, std::size_t size) {
   auto* const to = static_cast<unsigned char*>(buffer);
   return state_->gzipped ? state_->unpack(to, size) : state_->copy(to, size);
+}
+
+bool ByteSource::is_gzipped() const {
+  return state_->gzipped;
 }
 
 std::uint64_t ByteSource::most_bytes() const {

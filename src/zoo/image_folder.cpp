@@ -4,12 +4,14 @@
 #include "src/core/parallel_for.h"
 #include "src/core/splitmix64.h"
 #include "src/zoo/byte_source.h"
+#include "src/zoo/data_limit.h"
 #include "src/zoo/image.h"
 
 #include <torch/types.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cctype>
 #include <cmath>
 #include <cstdint>
@@ -265,7 +267,7 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
     double bytes = static_cast<double>(count);
     for (const std::int64_t size : sizes) bytes *= static_cast<double>(size);
     if (bytes <= static_cast<double>(options.max_bytes())) return;
-    throw FileError(
+    throw DataLimitError(
         kImageFolder,
         c10::str("at most ", options.max_bytes(), " bytes of images in ", quoted(folder)),
         c10::str(count, " images of sizes ", sizes), "set a smaller size, or raise max_bytes");
@@ -276,8 +278,9 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
   at::Tensor images = torch::empty({count, 3, first.size(1), first.size(2)}, torch::kByte);
   // Not copy_(): these threads are not in the caller's inference mode.
   auto* const bytes = images.mutable_data_ptr<std::uint8_t>();
-  parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
+  std::atomic<bool> has_failed = false;
+  const auto read_share = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end && !has_failed.load(std::memory_order_relaxed); ++i) {
       const fs::path& path = files.paths[static_cast<std::size_t>(i)];
       const at::Tensor image = i == 0 ? first : read_image(path, options);
       if (image.sizes() != first.sizes()) {
@@ -289,6 +292,16 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
       }
       std::memcpy(bytes + i * image.numel(), image.contiguous().const_data_ptr<std::uint8_t>(),
                   static_cast<std::size_t>(image.numel()));
+    }
+  };
+  parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+    try {
+      read_share(begin, end);
+    } catch (...) {
+      // Otherwise the error would come when the other threads have read their images, which can
+      // take minutes.
+      has_failed = true;
+      throw;
     }
   });
   return {images, torch::tensor(files.labels, torch::kLong),

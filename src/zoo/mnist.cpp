@@ -26,8 +26,10 @@ fs::path find(const fs::path& folder, const std::string& name, const std::string
     for (const char* separator : {"-", "."}) {
       const fs::path path = folder / c10::str(name, separator, kind, suffix);
       std::error_code ignored;
-      // Some copies have folders of these names beside the files.
-      if (fs::exists(path, ignored) && !fs::is_directory(path, ignored)) return path;
+      // Some copies have folders of these names beside the files. Of a path that the system does
+      // not show, the reader says why.
+      const auto type = fs::status(path, ignored).type();
+      if (type != fs::file_type::not_found && type != fs::file_type::directory) return path;
     }
   }
   throw FileError(kMnist, "a file " + name + "-" + kind + "[.gz] in '" + folder.string() + "'",

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/zoo/byte_source.h"
+#include "src/zoo/data_limit.h"
 
 #include <c10/util/StringUtil.h>
 #include <torch/types.h>
@@ -18,8 +19,18 @@ namespace {
 constexpr auto kText = "zoo.text";
 constexpr std::size_t kBytes = 256;
 
+[[noreturn]] void refuse(const std::filesystem::path& file, std::int64_t max_bytes,
+                         const std::string& got) {
+  throw DataLimitError(kText,
+                       c10::str("a text of at most ", max_bytes, " bytes in '", file.string(), "'"),
+                       got, "raise max_bytes, or use a part of it");
+}
+
 at::Tensor read_bytes(const std::filesystem::path& file, std::int64_t max_bytes) {
   ByteSource source(file, kText);
+  // The size of a plain file is known before a gigabyte of it is read.
+  if (!source.is_gzipped() && source.most_bytes() > static_cast<std::uint64_t>(max_bytes))
+    refuse(file, max_bytes, c10::str(source.most_bytes(), " bytes"));
   const auto bound = static_cast<std::int64_t>(std::min<std::uint64_t>(
       source.most_bytes(), static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())));
   const auto limit = std::min(bound, max_bytes);
@@ -27,10 +38,9 @@ at::Tensor read_bytes(const std::filesystem::path& file, std::int64_t max_bytes)
   // Reading to the end also makes zlib check the checksum of the data.
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {
+    if (bound >= max_bytes) refuse(file, max_bytes, "a longer one");
     throw FileError(kText, c10::str("a text of at most ", limit, " bytes in '", file.string(), "'"),
-                    "a longer one",
-                    bound < max_bytes ? "read a copy: the file grows, or does not state its size"
-                                      : "raise max_bytes, or use a part of it");
+                    "a longer one", "read a copy: the file grows, or does not state its size");
   }
   if (bytes.numel() == 0)
     throw FileError(kText, "a text in '" + file.string() + "'", "an empty gzip stream");

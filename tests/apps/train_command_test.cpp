@@ -486,6 +486,16 @@ TEST_F(CliTest, TrainsOnAFolderOfImages) {
   const ProcessResult together = run_semitone(scaled);
   ASSERT_TRUE(together.status.success()) << together.err;
   EXPECT_THAT(together.out, HasSubstr("15 training and 15 test images of 3 x 16 x 16"));
+  Words limited = words;
+  limited.insert(limited.end(), {"--max-steps", "1", "--max-data", "6e-5"});
+  expect_failure(run_semitone(limited), 1,
+                 "[zoo.image_folder] expected at most 64425 bytes of images in '" +
+                     images.path().string() +
+                     "', got 24 images of sizes [3, 32, 32] — set a smaller --image-size, or raise "
+                     "--max-data");
+  limited.insert(limited.end(), {"--image-size", "16"});
+  const ProcessResult smaller = run_semitone(limited);
+  EXPECT_TRUE(smaller.status.success()) << smaller.err;
   expect_failure(run_semitone(train({"--image-size", "16"})), 2,
                  "[cli.train] expected --image-size with a folder of images only, got MNIST in '");
   expect_failure(run_semitone(train({"--test-share", "1"})), 2, "expected --test-share above 0");
@@ -550,6 +560,18 @@ TEST_F(CliTest, AFolderHasOneDataSet) {
   expect_failure(run_semitone(train()), 1,
                  "[cli.train] expected one data set in '" + data_.path().string() +
                      "', got MNIST and CIFAR-100 — give --data");
+}
+
+// Permissions and a file system that does not answer have the same effect.
+TEST_F(CliTest, AFolderThatTheSystemDoesNotShowIsNotCalledMissing) {
+  const auto loop = folder_ / "loop";
+  std::filesystem::create_symlink(loop, loop);
+  for (const auto& [path, reason] :
+       {std::pair(loop.string(), std::string("Too many levels of symbolic links")),
+        std::pair((folder_ / std::string(300, 'x')).string(), std::string("File name too long"))}) {
+    expect_failure(run_semitone({"train", "--data", path}), 1,
+                   "[cli.train] expected to read the folder '" + path + "', got " + reason);
+  }
 }
 
 // The process of the current level of `semitone train --opt-level all`.

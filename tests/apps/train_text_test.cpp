@@ -127,11 +127,28 @@ TEST_F(TrainText, TheOtherCommandsTakeTextsToo) {
 TEST_F(TrainText, DefaultsAreThoseOfTheModel) {
   const ProcessResult finished = run_semitone({"train", "--model", "gpt", "--print-config"});
   EXPECT_THAT(finished.out, AllOf(HasSubstr("\n# optimizer=\"adamw\""), HasSubstr("\n# lr=0.001"),
-                                  HasSubstr("\n# test-share=0.1")));
+                                  HasSubstr("\n# max-data=1\n"), HasSubstr("\n# test-share=0.1")));
   EXPECT_THAT(run_semitone({"train", "--print-config"}).out,
-              AllOf(HasSubstr("\n# optimizer=\"sgd\""), HasSubstr("\n# lr=0.05")));
+              AllOf(HasSubstr("\n# optimizer=\"sgd\""), HasSubstr("\n# lr=0.05"),
+                    HasSubstr("\n# max-data=8\n")));
   EXPECT_THAT(run_semitone({"train", "--help"}).out,
               HasSubstr("Defaults of gpt: --optimizer adamw"));
+}
+
+TEST_F(TrainText, ALargerTextNeedsALargerLimit) {
+  // 10^-6 GiB.
+  const std::string expected = "[zoo.text] expected a text of at most 1074 bytes in '";
+  expect_failure(run_semitone(words({"--max-data", "1e-6"})), 1,
+                 expected + text_.string() +
+                     "', got 1200 bytes — raise --max-data, or use a part of the text");
+  const auto packed = folder_ / "text.txt.gz";
+  write_text(packed, test::gzip(read_text(text_)));
+  expect_failure(run_semitone(words_for(packed, {"--max-data", "1e-6"})), 1,
+                 expected + packed.string() + "', got a longer one — raise --max-data");
+  const ProcessResult finished = run_semitone(words({"--max-data", "2e-6", "--max-steps", "1"}));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  expect_failure(run_semitone(words({"--max-data", "0"})), 2,
+                 "[cli.train] expected --max-data above 0 and up to 1e9, got '0'");
 }
 
 TEST_F(TrainText, ModelsAndDataThatDoNotFitAreOneMessageWithARemedy) {

@@ -119,6 +119,29 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
     EXPECT_EQ(result(here).at(key), result(there).at(key)) << key;
 }
 
+// As from two machines with other command lines, or other copies of the data.
+TEST_F(TrainTogether, ProcessesWithOtherFlagsOrDataAreRefused) {
+  test::TemporaryFolder incomplete;
+  test::write_data_set(incomplete.path(), 381, 101);
+  // Rank 0 has the first flags, and rank 1 the others.
+  const auto error_of = [&](const std::string& first, const std::string& other) {
+    const std::string line =
+        "[ $RANK = 0 ] && exec \"$0\" \"$@\" " + first + "; exec \"$0\" \"$@\" " + other;
+    const ProcessResult finished =
+        run_semitone({"launch", "--nproc-per-node", "2", "sh", "-c", line, SEMITONE_PROGRAM,
+                      "train", "--threads", "1", "--max-steps", "2"});
+    EXPECT_EQ(finished.status.code, 1);
+    EXPECT_EQ(count(finished.out, "\nO1 "), 0);
+    return finished.err;
+  };
+  const std::string whole = "--data " + data_.path().string();
+  EXPECT_THAT(error_of(whole + " --lr 0.05", whole + " --lr 0.1"),
+              HasSubstr("expected the same settings and data on all ranks, got --lr 0.05 on rank 0 "
+                        "and --lr 0.1 on rank 1 — give all processes the same flags"));
+  EXPECT_THAT(error_of(whole, "--data " + incomplete.path().string()),
+              HasSubstr("got training images 401 on rank 0 and training images 381 on rank 1"));
+}
+
 // A job on several simulated machines; tests/hosts has real network hosts.
 TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
   const std::string one = (folder_ / "one.json").string();
@@ -135,7 +158,7 @@ TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
   const ProcessResult second = other.wait();
   ASSERT_TRUE(first.status.success()) << first.err;
   ASSERT_TRUE(second.status.success()) << second.err;
-  EXPECT_THAT(first.out, HasSubstr("processes     2 on 2 machines"));
+  EXPECT_THAT(first.out, HasSubstr("processes     1 on this machine, 2 machines"));
 #if SEMITONE_LIBTORCH_SINCE(2, 10)
   EXPECT_EQ(second.out, "");
 #else  // Gloo says how many it is connected to
@@ -143,6 +166,33 @@ TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
 #endif
   for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
     EXPECT_EQ(result(one).at(key), result(two).at(key)) << key;
+}
+
+// No machine knows how many processes the others have.
+TEST_F(TrainTogether, MachinesWithOtherNumbersOfProcessesDivideTheGlobalBatchSize) {
+  // Machine 0 with one process, and machine 1 with two.
+  const auto train_with = [&](const std::string& batch_size) {
+    const std::string port = std::to_string(launch::free_port());
+    const auto machine = [&](const char* number, const char* processes) {
+      return semitone_command({"train", "--data", data_.path().string(), "-n", "2", "-nr", number,
+                               "-g", processes, "--master-addr", "127.0.0.1", "--master-port", port,
+                               "--threads", "1", "--max-steps", "2", "--global-batch-size",
+                               batch_size});
+    };
+    Process other(machine("1", "2"));
+    const ProcessResult first = launch::run(machine("0", "1"));
+    return std::pair(first, other.wait());
+  };
+  const auto [first, second] = train_with("6");
+  ASSERT_TRUE(first.status.success()) << first.err << second.err;
+  EXPECT_TRUE(second.status.success()) << second.err;
+  EXPECT_THAT(first.out, AllOf(HasSubstr("processes     1 on this machine, 2 machines"),
+                               HasSubstr("in batches of 6 for all processes together, sgd")));
+  const auto [refused, too] = train_with("4");
+  EXPECT_FALSE(refused.status.success());
+  EXPECT_FALSE(too.status.success());
+  EXPECT_THAT(refused.err + too.err,
+              HasSubstr("expected --global-batch-size that is a multiple of 3 processes, got 4"));
 }
 
 TEST_F(TrainTogether, TheMasterMayComeFromTheEnvironment) {

@@ -9,8 +9,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/inotify.h>
+#include <unistd.h>
 
+#include <array>
+#include <cerrno>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <limits>
 #include <set>
@@ -218,6 +224,57 @@ TEST_F(ImageFolderTest, DamagedFilesAreNamed) {
   fs::remove(file);
   fs::create_symlink(file, file);
   EXPECT_THAT(message(), AllOf(HasSubstr("to read"), HasSubstr(file.string())));
+}
+
+// Counts the files of a folder that are opened from now on.
+class OpenedFiles {
+ public:
+  explicit OpenedFiles(const fs::path& folder) : queue_(::inotify_init1(IN_NONBLOCK)) {
+    EXPECT_GE(::inotify_add_watch(queue_, folder.c_str(), IN_OPEN), 0) << std::strerror(errno);
+  }
+  ~OpenedFiles() { ::close(queue_); }
+  OpenedFiles(const OpenedFiles&) = delete;
+  OpenedFiles& operator=(const OpenedFiles&) = delete;
+
+  // Those since the last call.
+  int count() const {
+    int files = 0;
+    std::array<char, 4096> events{};
+    for (ssize_t size = 0; (size = ::read(queue_, events.data(), events.size())) > 0;) {
+      for (std::size_t at = 0; at < static_cast<std::size_t>(size);) {
+        inotify_event event{};
+        std::memcpy(&event, events.data() + at, sizeof(event));
+        if ((event.mask & IN_ISDIR) == 0) ++files;
+        at += sizeof(event) + event.len;
+      }
+    }
+    return files;
+  }
+
+ private:
+  int queue_;
+};
+
+// The second image is damaged, and is read by the first of two threads. Each takes a millisecond:
+// the other thread would need half a second for its share.
+TEST_F(ImageFolderTest, ADamagedFileEndsTheReadingOfAllThreads) {
+  constexpr int kImages = 1000;
+  for (const char* const name : {"train/b", "test/a", "test/b"})
+    fs::create_directories(folder_ / name);
+  add("train/a/0000.ppm", 1, 512, 512);
+  write_text(folder_ / "train/a/0001.ppm", "damaged");
+  for (int i = 0; i < kImages; ++i) {
+    fs::create_hard_link(folder_ / "train/a/0000.ppm",
+                         folder_ / "train/a" / (std::to_string(1000 + i) + ".ppm"));
+  }
+  add("train/b/0.ppm", 1);
+  const int before = at::get_num_threads();
+  at::set_num_threads(2);
+  const OpenedFiles opened(folder_ / "train/a");
+  EXPECT_THAT(message(Split::train, ImageFolderOptions().size(1)), HasSubstr("0001.ppm"));
+  at::set_num_threads(before);
+  EXPECT_GE(opened.count(), 2);
+  EXPECT_LT(opened.count(), kImages / 2);
 }
 
 TEST_F(ImageFolderTest, LinksAreFollowedUnlessTheyFormALoop) {

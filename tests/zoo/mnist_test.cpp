@@ -89,6 +89,20 @@ TEST_F(MnistTest, MissingFolderAndFiles) {
   EXPECT_THAT(message(), HasSubstr("a file of that name"));
 }
 
+// Permissions and a file system that does not answer have the same effect.
+TEST_F(MnistTest, WhatTheSystemDoesNotShowIsNotCalledMissing) {
+  const auto labels = folder_ / "t10k-labels-idx1-ubyte";
+  std::filesystem::remove(labels);
+  std::filesystem::create_symlink(labels, labels);
+  EXPECT_THAT(message(), AllOf(HasSubstr("expected to read '" + labels.string() + "'"),
+                               HasSubstr("got Too many levels of symbolic links")));
+  std::filesystem::remove_all(folder_.path());
+  std::filesystem::create_symlink(folder_.path(), folder_.path());
+  EXPECT_THAT(message(), AllOf(HasSubstr("[zoo.mnist] expected to read the folder '" +
+                                         folder_.path().string() + "'"),
+                               HasSubstr("got Too many levels of symbolic links")));
+}
+
 TEST_F(MnistTest, DamagedFilesAreNamed) {
   write_text(folder_ / "train-images-idx3-ubyte.gz", "no gzip, no IDX");
   EXPECT_THAT(message(Split::train), HasSubstr("train-images-idx3-ubyte.gz"));

@@ -98,6 +98,14 @@ TEST_F(TextTest, LimitsTheSizeOfTheText) {
   EXPECT_THAT(message_of([&] { load_text(path_, 0); }), HasSubstr("max_bytes"));
 }
 
+// What has been read of a text does not tell how long it is.
+TEST_F(TextTest, APlainTextThatIsTooLargeIsRefusedBeforeItIsRead) {
+  test::write_text(path_, std::string(1000, 'a'));
+  EXPECT_THAT(message(7), HasSubstr("got 1000 bytes — raise max_bytes"));
+  test::write_text(path_, gzip(std::string(1000, 'a')));
+  EXPECT_THAT(message(7), HasSubstr("got a longer one — raise max_bytes"));
+}
+
 // As those of /proc.
 TEST_F(TextTest, SaysThatAFileDoesNotStateItsSize) {
   EXPECT_THAT(message_of([&] { load_text("/proc/self/status"); }), HasSubstr("read a copy"));

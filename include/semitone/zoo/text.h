@@ -34,10 +34,11 @@ struct Text {
 ///     // Rows of 65 consecutive tokens, (N - 64, 65), without a copy: row i begins at token i.
 ///     const auto windows = text.tokens.unfold(0, 65, 1);
 ///
-/// @param max_bytes  largest size of the text; a larger one is an error. Memory is allocated as
-///                   the text arrives, since a gzip stream may be endless.
-/// Error for max_bytes below 1. FileError with the path if the file is missing, not a regular file, unreadable, empty, larger
-/// than max_bytes, or corrupt or truncated gzip.
+/// @param max_bytes  largest size of the text; a larger one is an error, for a file that is not
+///                   gzipped before it is read. Memory is allocated as the text arrives, since a
+///                   gzip stream may be endless.
+/// Error for max_bytes below 1. FileError with the path if the file is missing, not a regular file,
+/// unreadable, empty, larger than max_bytes, or corrupt or truncated gzip.
 Text load_text(const std::filesystem::path& file, std::int64_t max_bytes = std::int64_t{1} << 30);
 
 }  // namespace semitone::zoo
