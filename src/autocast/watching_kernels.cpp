@@ -1,5 +1,7 @@
 #include "src/autocast/watching_kernels.h"
 
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
 #include "src/autocast/attention_scores.h"
 #include "src/autocast/cast_kernel.h"
 #include "src/autocast/op_names.h"
@@ -94,6 +96,26 @@ class WritingKernel final : public WatchingKernel {
   }
 };
 
+// torch::load gives each tensor the memory of what it has read, whatever its dtype is: the weights
+// of O2 and O3 would be the bytes of fp32 numbers, read as 16-bit ones, until the next call of
+// MixedPrecision.
+class SettingKernel final : public WatchingKernel {
+ public:
+  using WatchingKernel::WatchingKernel;
+
+  at::Tensor& operator()(c10::DispatchKeySet keys, at::Tensor& self,
+                         const at::Tensor& source) const {
+    if (in_force().policy != nullptr && self.scalar_type() != source.scalar_type()) {
+      throw Error(
+          "autocast",
+          "a file in " + dtype_name(self.scalar_type()) + " for torch::load inside a region",
+          dtype_name(source.scalar_type()),
+          "load with mixed.load_model(model, path), or before the region begins");
+    }
+    return at::_ops::set__source_Tensor::redispatch(keys & below(key_), self, source);
+  }
+};
+
 template <typename Functor>
 c10::KernelFunction unboxed(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
                             c10::DispatchKey key) {
@@ -109,6 +131,7 @@ c10::KernelFunction make_watching_kernel(const c10::OperatorHandle& op, OpId id,
   if (name == "view") return unboxed<ViewKernel>(op, id, device, key);
   if (name == "add_.Tensor")
     return unboxed<WritingKernel<at::_ops::add__Tensor>>(op, id, device, key);
+  if (name == "set_.source_Tensor") return unboxed<SettingKernel>(op, id, device, key);
   return unboxed<WritingKernel<at::_ops::sub__Tensor>>(op, id, device, key);
 }
 

@@ -417,6 +417,28 @@ TEST_F(LoadedByTorch, AFileInFp32IsTakenOver) {
   }
 }
 
+// There the model would compute with these bytes before any call of MixedPrecision.
+TEST_F(LoadedByTorch, AFileInAnotherDtypeIsRefusedInsideARegion) {
+  for (const char* level : {"O2", "O3"}) {
+    SCOPED_TRACE(level);
+    test::ToyNet net = test::odd_net();
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    auto mixed = initialize(net, optimizer, Options(level).dtype(torch::kBFloat16).verbosity(0));
+    const auto before = test::copies(net->parameters());
+    const auto region = mixed.autocast();
+    test::expect_error([&] { torch::load(net, path_); },
+                       {"[autocast] expected a file in bfloat16 for torch::load inside a region, "
+                        "got float32 — load with mixed.load_model(model, path), or before"});
+    expect_bitwise_equal(test::copies(net->parameters()), before);
+    mixed.load_model(net, path_);
+    expect_loaded(net);
+    const std::string in_bf16 = folder_ / "bf16.pt";
+    torch::save(net, in_bf16);
+    torch::load(net, in_bf16);
+    expect_loaded(net);
+  }
+}
+
 TEST_F(LoadedByTorch, MastersAreWhatTheFileHolds) {
   for (const auto& [name, make] : optimizers()) {
     SCOPED_TRACE(name);
