@@ -46,6 +46,24 @@ at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, flo
   return scaled;
 }
 
+// Backward may give two parameters gradients in the same memory: a sum of two views of parameters
+// has one gradient. Each pass that unscales divides them, and another pass would divide them again.
+void separate_gradients(const MixedPrecision::Impl& mixed) {
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const c10::TensorImpl*> parameters;
+  std::unordered_set<const void*> memory;
+  mixed.for_each_parameter_of_models([&](const at::Tensor& parameter) {
+    at::Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0 ||
+        grad.grad_fn() != nullptr || !parameters.insert(parameter.unsafeGetTensorImpl()).second ||
+        memory.insert(grad.const_data_ptr()).second)
+      return;
+    at::Tensor copy = grad.clone();
+    mark_unreduced(copy, unreduced_mark(grad));
+    grad = std::move(copy);
+  });
+}
+
 }  // namespace
 
 void ScaledLoss::Work::check() const {
@@ -303,6 +321,7 @@ void ScaledLoss::Work::finish() {
   const events::PhaseScope phase(events::Phase::unscale);
   begin();  // where backward was not run at all
   if (!is_elsewhere) mixed->note_use();
+  if (inverse != 1 || inverse_on_device.defined()) separate_gradients(*mixed);
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();

@@ -186,6 +186,22 @@ TEST(GradientsOfTheModel, OfTwoParametersInOneMemoryAreSumsOfTheirOwn) {
   expect_bitwise_equal(grads[1], torch::ones({6}));
 }
 
+// One of them is not the optimizer's, and is unscaled in a pass of its own.
+TEST(GradientsOfTheModel, InOneMemoryAreUnscaledOnce) {
+  const auto train = [](const std::string& scale) {
+    torch::nn::Module model;
+    const auto word = model.register_parameter("word", torch::ones({2, 3}));
+    const auto position = model.register_parameter("position", torch::ones({2, 3}));
+    torch::optim::SGD optimizer(std::vector<at::Tensor>{word}, 0.5);
+    auto mixed = initialize(model, optimizer,
+                            Options("O1").dtype(torch::kHalf).loss_scale(scale).verbosity(0));
+    const at::Tensor x = torch::arange(12.F).view({2, 2, 3});
+    mixed.scale_loss((x * (word.unsqueeze(0) + position.unsqueeze(0))).sum(), optimizer).backward();
+    return std::vector<at::Tensor>{word.grad().clone(), position.grad().clone()};
+  };
+  expect_bitwise_equal(train("128"), train("1"));
+}
+
 // They are in 16 bits, and the masters' in fp32.
 TEST(GradientsOfTheModel, AreWarnedOfIfTheProgramKeepsThemAndThereAreMasters) {
   auto model = make_net();
