@@ -135,6 +135,19 @@ double norm_of(const Masters::Deferred& deferred, const std::vector<at::Tensor>&
   return kernels::total_norm(norms, norm_type);
 }
 
+// Lets an optimizer's next step skip: the program has made its gradients inf or NaN since they were
+// checked. The results stay as many, since each is one call of the hook on all ranks.
+void note_nonfinite(MixedPrecision::Impl& mixed,
+                    const MixedPrecision::Impl::OptimizerRecord& optimizer) {
+  const auto result = std::ranges::find_if(
+      mixed.pending, [&](const auto& pending) { return concerns(pending, optimizer); });
+  if (result == mixed.pending.end()) return;
+  const StateMode mode;
+  // Not in place: other results may have the same flags.
+  for (at::Tensor& flag : result->found_inf) flag = flag.clone();
+  found_inf_on(result->found_inf, device_of(*optimizer.optimizer)).fill_(1);
+}
+
 }  // namespace
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
@@ -159,7 +172,10 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   const double norm = norm_of(deferred, others, norm_type);
   const double factor = optim::clip_factor(norm, max_norm);
   if (!std::isfinite(norm)) {
-    if (!error_if_nonfinite) return norm;
+    if (!error_if_nonfinite) {
+      note_nonfinite(impl(), record);
+      return norm;
+    }
     throw Error("amp.mixed_precision.clip_grad_norm_", "finite gradients",
                 "a norm of " + std::to_string(norm),
                 "skip the step, or clip with error_if_nonfinite false");

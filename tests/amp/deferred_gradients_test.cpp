@@ -292,6 +292,12 @@ TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
   const at::Tensor before = model->parameters()[0].grad().clone();
   EXPECT_FALSE(std::isfinite(mixed.clip_grad_norm_(optimizer, 1)));
   expect_bitwise_equal(model->parameters()[0].grad(), before);
+  // They were finite when scale_loss checked them.
+  const double scale = mixed.loss_scaler().scale();
+  const auto weights = test::copies(model->parameters());
+  EXPECT_EQ(mixed.step(optimizer), Step::skipped);
+  expect_bitwise_equal(test::copies(model->parameters()), weights);
+  EXPECT_EQ(mixed.loss_scaler().scale(), scale / 2);
 }
 
 TEST(DeferredGradientsOfAdam, AreClippedOnceTheyAreUnscaled) {

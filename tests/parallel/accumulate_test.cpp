@@ -120,6 +120,26 @@ TEST(AccumulateOnRanks, RanksStayEqualThroughOverflowsAtEveryLevel) {
   });
 }
 
+// The last micro-batch unscales what the others have delayed.
+TEST(Accumulate, EndsWhatItsOptionsDelay) {
+  const auto train = [](bool delays) {
+    torch::manual_seed(2);
+    torch::nn::Linear net(3, 2);
+    torch::optim::SGD optimizer(net->parameters(), 0.5);
+    auto mixed = amp::initialize(
+        net, optimizer, amp::Options("O1").dtype(torch::kHalf).loss_scale(64.0).verbosity(0));
+    amp::accumulate(
+        mixed, optimizer, 3,
+        [&](std::int64_t i) {
+          return mixed.forward(net, torch::full({4, 3}, static_cast<double>(i + 1))).sum();
+        },
+        amp::ScaleLossOptions().delay_unscale(delays));
+    EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+    return test::copies(net->parameters());
+  };
+  EXPECT_TRUE(test::same_bits(train(true), train(false)));
+}
+
 // A weight whose gradient is 1 in the first micro-batch, and 1/512 in the others, on each rank. bf16
 // has no number between 1 and 1 + 1/128: added in 16 bits, the sum would remain 1.
 TEST(AccumulateOnRanks, LosesNoSmallGradientsOf16Bits) {

@@ -70,7 +70,7 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// @param micro_batches  their number, at least 1
 /// @param loss_of  called with 0, 1, …, micro_batches - 1: runs forward, and returns the mean loss of
 ///                 this micro-batch, a scalar
-/// @param options  of each scale_loss
+/// @param options  of each scale_loss; delay_unscale does not count for the last one
 template <typename LossOf>
   requires(std::invocable<LossOf&, std::int64_t>)
 at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
@@ -95,23 +95,23 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
     const events::PhaseScope phase(events::Phase::forward);
     return loss_of(index);
   };
-  const auto run = [&](std::int64_t index, const at::Tensor& factor) {
+  const auto run = [&](std::int64_t index, const at::Tensor& factor, const ScaleLossOptions& how) {
     const at::Tensor loss = forward(index);
     const auto dtype = loss.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor share = loss.to(dtype).div(micro_batches);
     const at::Tensor checked = factor.defined() ? share * factor.to(share.device(), dtype) : share;
-    mixed.scale_loss(checked, optimizer, options).backward();
+    mixed.scale_loss(checked, optimizer, how).backward();
     mean = mean.defined() ? mean.add(share.detach()) : share.detach();
   };
   detail::GradientSums sums(optimizer);
   for (std::int64_t i = 0; i + 1 < micro_batches; ++i) {
     [[maybe_unused]] const auto local = wrapper.no_sync();
-    run(i, {});
+    run(i, {}, options);
     if (micro_batches > 2) sums.take();  // otherwise one addition, rounded once
   }
   // Before the last one, which reduces all of them over ranks. A sum that overflows in 16 bits makes
   // its gradients NaN, so that the step is skipped, on all ranks.
-  run(micro_batches - 1, sums.put_back());
+  run(micro_batches - 1, sums.put_back(), ScaleLossOptions(options).delay_unscale(false));
   return mean;
 }
 

@@ -31,7 +31,8 @@ using OptimizerRefs = std::vector<OptimizerRef>;
 
 /// The state of mixed-precision training, as returned by amp::initialize. Several objects may exist
 /// at a time; each manages its own models and optimizers only. Movable. Use it from one thread at a
-/// time.
+/// time. Where it goes to another thread, wait for the end of its first call there before the old
+/// thread calls scale_loss of another object, which looks at all that the thread has used last.
 class [[nodiscard]] MixedPrecision {
  public:
   MixedPrecision(MixedPrecision&&) noexcept;
