@@ -62,7 +62,7 @@ TwoRounds::TwoRounds(const std::vector<at::Tensor>& parameters, TwoRoundsOptions
 
 FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& group) {
   const at::NoGradGuard no_grad;
-  // Of a region in which the program calls backward(): factors are not to be rounded to 16 bits.
+  // The region in which a program calls backward() would round the factors to 16 bits.
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   if (bucket.index == 0) begin_pass();
   try {
@@ -303,7 +303,7 @@ FuturePtr completed_with(const at::Tensor& tensor) {
 }
 
 FuturePtr mean_async(at::Tensor gradients, const comm::Group& group) {
-  gradients.div_(group.size());
+  if (group.size() > 1) gradients.div_(group.size());
   return group.all_reduce_async(gradients, comm::ReduceOp::sum).future();
 }
 

@@ -126,7 +126,7 @@ class TwoRounds {
   const std::vector<at::Tensor> parameters_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> places_;
   std::int64_t passes_ = 0;
-  double loss_scale_ = 0;           // of the errors; 0: not told
+  double loss_scale_ = 0;           // of the errors; 0: set_loss_scale() was not called
   std::vector<at::Tensor> errors_;  // of each parameter, flat; undefined if there is none
   std::vector<std::shared_ptr<Active>> active_;  // of the last pass
   std::shared_ptr<Active> waiting_;              // whose second message is not sent

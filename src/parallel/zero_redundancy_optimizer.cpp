@@ -16,6 +16,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -158,6 +159,12 @@ void from_text(torch::optim::Optimizer& optimizer, std::string text, c10::Device
   archive.load_from(stream, device);
   const DistinctParameters distinct(optimizer);
   optimizer.load(archive);
+}
+
+Error saves_nothing(const char* function) {
+  return {fmt::format("{}.{}", kZero, function), "an optimizer that saves its state",
+          "one that saves nothing",
+          "override save() and load() of torch::optim::Optimizer in its class"};
 }
 
 }  // namespace
@@ -340,14 +347,15 @@ OptimizerPtr ZeroRedundancyOptimizer::with_state(const ParamGroups& groups) cons
   return optimizer;
 }
 
-// The save() of torch::optim::Optimizer writes nothing: the state would be lost without a word.
-void ZeroRedundancyOptimizer::require_savable(const char* function) const {
+// The save() of torch::optim::Optimizer writes nothing: the state would be lost without a word. One
+// parameter's state shows it.
+bool ZeroRedundancyOptimizer::loses_state() const {
+  const OptimizerPtr probe = with_state(share_of(group_.rank()));
+  if (probe->state().empty()) return false;
+  probe->state().erase(std::next(probe->state().begin()), probe->state().end());
   torch::serialize::OutputArchive archive;
-  make_with_options(share_of(group_.rank()))->save(archive);
-  if (!reread(archive).keys().empty()) return;
-  throw Error(fmt::format("{}.{}", kZero, function), "an optimizer that saves its state",
-              "one that saves nothing",
-              "override save() and load() of torch::optim::Optimizer in its class");
+  probe->save(archive);
+  return reread(archive).keys().empty();
 }
 
 void ZeroRedundancyOptimizer::consolidate(int to_rank) {
@@ -355,10 +363,12 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
     throw Error(std::string(kZero) + ".consolidate",
                 fmt::format("a rank from 0 to {}", group_.size() - 1), std::to_string(to_rank));
   }
-  require_savable("consolidate");
   update_share();
   consolidated_.reset();
   comm::announce(group_, "consolidate", fmt::format("to rank {}", to_rank));
+  // Some ranks may have no state.
+  const std::vector<std::string> lost = group_.all_gather(std::string(loses_state() ? "lost" : ""));
+  if (std::ranges::find(lost, "lost") != lost.end()) throw saves_nothing("consolidate");
   const bool receives = group_.rank() == to_rank;
   if (!receives)
     return comm::send_string(group_, to_text(*with_state(share_of(group_.rank()))), to_rank);
@@ -387,7 +397,7 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
 }
 
 void ZeroRedundancyOptimizer::save_share(torch::serialize::OutputArchive& archive) const {
-  require_savable("save_share");
+  if (loses_state()) throw saves_nothing("save_share");
   with_state(param_groups_)->save(archive);
 }
 

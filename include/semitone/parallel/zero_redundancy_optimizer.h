@@ -122,7 +122,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<torch::optim::Optimizer> make_with_options(const ParamGroups& groups) const;
   std::unique_ptr<torch::optim::Optimizer> with_state(const ParamGroups& groups) const;
   ParamGroups share_of(int rank) const;
-  void require_savable(const char* function) const;
+  bool loses_state() const;
   void update_share();
   void keep_owners(std::unordered_map<const c10::TensorImpl*, int>& owner_of,
                    std::vector<std::int64_t>& elements) const;
