@@ -135,17 +135,24 @@ double norm_of(const Masters::Deferred& deferred, const std::vector<at::Tensor>&
   return kernels::total_norm(norms, norm_type);
 }
 
-// Lets an optimizer's next step skip: the program has made its gradients inf or NaN since they were
-// checked. The results stay as many, since each is one call of the hook on all ranks.
+// Lets an optimizer's next step skip, if the program has made its gradients inf or NaN since they
+// were checked. There are as many results and flags as before, since each is one call of the hook on
+// all ranks.
 void note_nonfinite(MixedPrecision::Impl& mixed,
                     const MixedPrecision::Impl::OptimizerRecord& optimizer) {
-  const auto result = std::ranges::find_if(
-      mixed.pending, [&](const auto& pending) { return concerns(pending, optimizer); });
-  if (result == mixed.pending.end()) return;
+  MixedPrecision::Impl::Pending* last = nullptr;
+  std::vector<at::Tensor> flags;
+  for (auto& pending : mixed.pending) {
+    if (!concerns(pending, optimizer)) continue;
+    last = &pending;
+    flags.insert(flags.end(), pending.found_inf.begin(), pending.found_inf.end());
+  }
+  if (last == nullptr || any_found_inf(flags)) return;  // or the check has found it, for its loss
   const StateMode mode;
-  // Not in place: other results may have the same flags.
-  for (at::Tensor& flag : result->found_inf) flag = flag.clone();
-  found_inf_on(result->found_inf, device_of(*optimizer.optimizer)).fill_(1);
+  if (last->found_inf.empty()) found_inf_on(last->found_inf, device_of(*optimizer.optimizer));
+  // Not in place: other results may have the same flag.
+  at::Tensor& flag = last->found_inf.front();
+  flag = at::ones_like(flag);
 }
 
 }  // namespace

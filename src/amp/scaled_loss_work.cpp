@@ -46,22 +46,39 @@ at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, flo
   return scaled;
 }
 
+// Where a gradient lies in memory that other tensors share.
+struct Extent {
+  const char* begin;
+  const char* end;
+  at::Tensor* gradient;
+};
+
+void add_extent(std::vector<Extent>& extents, const at::Tensor& parameter) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0 ||
+      grad.grad_fn() != nullptr || grad.storage().use_count() == 1)
+    return;
+  const auto* const begin = static_cast<const char*>(grad.const_data_ptr());
+  extents.push_back(
+      {begin,
+       begin + at::detail::computeStorageNbytes(grad.sizes(), grad.strides(), grad.itemsize()),
+       &grad});
+}
+
 // Backward may give two parameters gradients in the same memory: a sum of two views of parameters
-// has one gradient. Each pass that unscales divides them, and another pass would divide them again.
-void separate_gradients(const MixedPrecision::Impl& mixed) {
+// has one gradient. Each pass that unscales writes to them, and another one would do so again.
+void give_own_memory(std::vector<Extent> extents) {
   const at::NoGradGuard no_grad;
-  std::unordered_set<const c10::TensorImpl*> parameters;
-  std::unordered_set<const void*> memory;
-  mixed.for_each_parameter_of_models([&](const at::Tensor& parameter) {
-    at::Tensor& grad = parameter.mutable_grad();
-    if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0 ||
-        grad.grad_fn() != nullptr || !parameters.insert(parameter.unsafeGetTensorImpl()).second ||
-        memory.insert(grad.const_data_ptr()).second)
-      return;
-    at::Tensor copy = grad.clone();
-    mark_unreduced(copy, unreduced_mark(grad));
-    grad = std::move(copy);
-  });
+  std::ranges::sort(extents, {}, &Extent::begin);
+  const char* end = nullptr;
+  for (const Extent& extent : extents) {
+    if (extent.begin < end) {
+      at::Tensor copy = extent.gradient->clone();
+      mark_unreduced(copy, unreduced_mark(*extent.gradient));
+      *extent.gradient = std::move(copy);
+    }
+    end = std::max(end, extent.end);
+  }
 }
 
 }  // namespace
@@ -317,11 +334,19 @@ void ScaledLoss::Work::return_to_places(const OptimizerRecord& optimizer) {
   });
 }
 
+void ScaledLoss::Work::separate_gradients() {
+  std::vector<Extent> extents;
+  const auto add = [&](const at::Tensor& parameter) { add_extent(extents, parameter); };
+  mixed->for_each_parameter_of_models(add);
+  for (const Elsewhere& there : elsewhere) std::ranges::for_each(there.without_gradient, add);
+  give_own_memory(std::move(extents));
+}
+
 void ScaledLoss::Work::finish() {
   const events::PhaseScope phase(events::Phase::unscale);
   begin();  // where backward was not run at all
   if (!is_elsewhere) mixed->note_use();
-  if (inverse != 1 || inverse_on_device.defined()) separate_gradients(*mixed);
+  separate_gradients();
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();

@@ -65,6 +65,7 @@ struct ScaledLoss::Work {
   void finish(const Elsewhere& there);
   void finish_free();
   void finish_elsewhere();
+  void separate_gradients();
   void restore(const std::vector<OptimizerRecord*>& all) noexcept;
   void erase_set_aside(const OptimizerRecord& optimizer);
   void return_to_places(const OptimizerRecord& optimizer);

@@ -202,6 +202,40 @@ TEST(GradientsOfTheModel, InOneMemoryAreUnscaledOnce) {
   expect_bitwise_equal(train("128"), train("1"));
 }
 
+// The next pass adds to the gradients that the program does not zero.
+TEST(GradientsOfTheModel, InOneMemoryAreAddedToOnce) {
+  torch::nn::Module model;
+  const auto word = model.register_parameter("word", torch::ones({2, 3}));
+  const auto position = model.register_parameter("position", torch::ones({2, 3}));
+  torch::optim::SGD optimizer(std::vector<at::Tensor>{word}, 0.5);
+  auto mixed = initialize(model, optimizer, Options("O2").dtype(torch::kBFloat16).verbosity(0));
+  const at::Tensor x = torch::arange(12.F).view({2, 2, 3}).to(torch::kBFloat16);
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor sum = word.unsqueeze(0) + position.unsqueeze(0);
+    mixed.scale_loss((x * sum).to(torch::kFloat).sum(), optimizer).backward();
+    const at::Tensor grad = mixed.master_params(optimizer).begin()->grad();
+    expect_bitwise_equal(grad, x.sum(0).to(torch::kFloat));
+    mixed.zero_grad(optimizer);
+  }
+}
+
+// Parts of one gradient, of which no two begin at the same address.
+TEST(GradientsOfTheModel, ThatOverlapAreUnscaledOnce) {
+  torch::nn::Module model;
+  const auto whole = model.register_parameter("whole", torch::ones({2, 3}));
+  const auto first = model.register_parameter("first", torch::ones({2}));
+  const auto second = model.register_parameter("second", torch::ones({4}));
+  torch::optim::SGD optimizer(model.parameters(), 0.5);
+  auto mixed = initialize(model, optimizer,
+                          Options("O1").dtype(torch::kHalf).loss_scale(128.0).verbosity(0));
+  const at::Tensor x = torch::arange(6.F);
+  mixed.scale_loss((x * (whole.view({6}) + torch::cat({first, second}))).sum(), optimizer)
+      .backward();
+  expect_bitwise_equal(whole.grad(), x.view({2, 3}));
+  expect_bitwise_equal(first.grad(), x.narrow(0, 0, 2));
+  expect_bitwise_equal(second.grad(), x.narrow(0, 2, 4));
+}
+
 // They are in 16 bits, and the masters' in fp32.
 TEST(GradientsOfTheModel, AreWarnedOfIfTheProgramKeepsThemAndThereAreMasters) {
   auto model = make_net();
