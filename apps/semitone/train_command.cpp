@@ -76,7 +76,7 @@ std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
   }
   // Other machines may have another number of processes.
   const std::string where =
-      flags.nodes == 1 ? "" : fmt::format(" on this machine, {} machines", flags.nodes);
+      flags.nodes == 1 ? "" : fmt::format(" on this machine, in a job of {} machines", flags.nodes);
   return fmt::format("{}{}{}{}", flags.processes(), where, synced, wire);
 }
 

@@ -62,7 +62,8 @@ bool are_viewed(const at::Tensor& tensor, c10::SymIntArrayRef sizes) {
                       (*wanted)[2] == given[1] && (*wanted)[3] == given[2];
   if (viewed) last.reset();
   // Other tensors in its memory would keep the memory that it has now. Other holders of the tensor
-  // may be nodes of the graph, whose derivatives need it in 16 bits.
+  // may be nodes of the graph, whose derivatives need it in 16 bits. (Some are not: the handles of a
+  // caller in another language. Its scores stay in 16 bits.)
   return viewed && tensor.use_count() == 1 && tensor.storage().use_count() == 1;
 }
 

@@ -106,11 +106,11 @@ class SettingKernel final : public WatchingKernel {
   at::Tensor& operator()(c10::DispatchKeySet keys, at::Tensor& self,
                          const at::Tensor& source) const {
     if (in_force().policy != nullptr && self.scalar_type() != source.scalar_type()) {
-      throw Error(
-          "autocast",
-          "a file in " + dtype_name(self.scalar_type()) + " for torch::load inside a region",
-          dtype_name(source.scalar_type()),
-          "load with mixed.load_model(model, path), or before the region begins");
+      throw Error("autocast",
+                  "values in " + dtype_name(self.scalar_type()) +
+                      " for set_() inside a region, which torch::load calls",
+                  dtype_name(source.scalar_type()),
+                  "load before the region begins, or with MixedPrecision::load_model");
     }
     return at::_ops::set__source_Tensor::redispatch(keys & below(key_), self, source);
   }

@@ -89,7 +89,7 @@ class Run {
         train_(*data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
         test_(*data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         count_(count_steps(data, options)),
-        config_(same_on_all_ranks(data)),
+        config_(checked_config(data)),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
@@ -135,7 +135,7 @@ class Run {
  private:
   // Before ranks exchange anything else: they could otherwise wait for each other, or complain
   // about a consequence.
-  RunConfig same_on_all_ranks(const DataSet& data) const {
+  RunConfig checked_config(const DataSet& data) const {
     RunConfig config = run_config_of(options_, format_, data);
     require_same_run(options_, data, config);
     return config;

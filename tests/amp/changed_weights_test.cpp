@@ -427,8 +427,8 @@ TEST_F(LoadedByTorch, AFileInAnotherDtypeIsRefusedInsideARegion) {
     const auto before = test::copies(net->parameters());
     const auto region = mixed.autocast();
     test::expect_error([&] { torch::load(net, path_); },
-                       {"[autocast] expected a file in bfloat16 for torch::load inside a region, "
-                        "got float32 — load with mixed.load_model(model, path), or before"});
+                       {"[autocast] expected values in bfloat16 for set_() inside a region, which "
+                        "torch::load calls, got float32 — load before the region begins"});
     expect_bitwise_equal(test::copies(net->parameters()), before);
     mixed.load_model(net, path_);
     expect_loaded(net);

@@ -300,6 +300,25 @@ TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
   EXPECT_EQ(mixed.loss_scaler().scale(), scale / 2);
 }
 
+// The check has found the overflow, for the loss that it belongs to.
+TEST(ClippedGradients, ThatOverflowChangeTheScaleOfTheirLossAlone) {
+  test::ToyNet model = Trained::make();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  auto mixed = initialize(model, optimizer,
+                          Options(OptLevel::O1).dtype(torch::kHalf).num_losses(2).verbosity(0));
+  const double scale = mixed.loss_scaler(0).scale();
+  const auto loss = [&] { return model->parameters()[0].pow(2).sum(); };
+  mixed.scale_loss(loss(), optimizer, ScaleLossOptions().loss_id(0)).backward();
+  mixed
+      .scale_loss(loss() * std::numeric_limits<float>::infinity(), optimizer,
+                  ScaleLossOptions().loss_id(1))
+      .backward();
+  EXPECT_FALSE(std::isfinite(mixed.clip_grad_norm_(optimizer, 1)));
+  EXPECT_EQ(mixed.step(optimizer), Step::skipped);
+  EXPECT_EQ(mixed.loss_scaler(0).scale(), scale);
+  EXPECT_EQ(mixed.loss_scaler(1).scale(), scale / 2);
+}
+
 TEST(DeferredGradientsOfAdam, AreClippedOnceTheyAreUnscaled) {
   Trained trained(adam());
   trained.backward(0, ScaleLossOptions().delay_unscale(true));

@@ -158,7 +158,7 @@ TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
   const ProcessResult second = other.wait();
   ASSERT_TRUE(first.status.success()) << first.err;
   ASSERT_TRUE(second.status.success()) << second.err;
-  EXPECT_THAT(first.out, HasSubstr("processes     1 on this machine, 2 machines"));
+  EXPECT_THAT(first.out, HasSubstr("processes     1 on this machine, in a job of 2 machines"));
 #if SEMITONE_LIBTORCH_SINCE(2, 10)
   EXPECT_EQ(second.out, "");
 #else  // Gloo says how many it is connected to
@@ -186,7 +186,7 @@ TEST_F(TrainTogether, MachinesWithOtherNumbersOfProcessesDivideTheGlobalBatchSiz
   const auto [first, second] = train_with("6");
   ASSERT_TRUE(first.status.success()) << first.err << second.err;
   EXPECT_TRUE(second.status.success()) << second.err;
-  EXPECT_THAT(first.out, AllOf(HasSubstr("processes     1 on this machine, 2 machines"),
+  EXPECT_THAT(first.out, AllOf(HasSubstr("processes     1 on this machine, in a job of 2 machines"),
                                HasSubstr("in batches of 6 for all processes together, sgd")));
   const auto [refused, too] = train_with("4");
   EXPECT_FALSE(refused.status.success());

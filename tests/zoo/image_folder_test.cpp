@@ -229,12 +229,15 @@ TEST_F(ImageFolderTest, DamagedFilesAreNamed) {
 // Counts the files of a folder that are opened from now on.
 class OpenedFiles {
  public:
-  explicit OpenedFiles(const fs::path& folder) : queue_(::inotify_init1(IN_NONBLOCK)) {
-    EXPECT_GE(::inotify_add_watch(queue_, folder.c_str(), IN_OPEN), 0) << std::strerror(errno);
-  }
+  explicit OpenedFiles(const fs::path& folder)
+      : queue_(::inotify_init1(IN_NONBLOCK)),
+        watch_(::inotify_add_watch(queue_, folder.c_str(), IN_OPEN)) {}
   ~OpenedFiles() { ::close(queue_); }
   OpenedFiles(const OpenedFiles&) = delete;
   OpenedFiles& operator=(const OpenedFiles&) = delete;
+
+  // The system may have no watches left.
+  bool are_counted() const { return watch_ >= 0; }
 
   // Those since the last call.
   int count() const {
@@ -253,6 +256,7 @@ class OpenedFiles {
 
  private:
   int queue_;
+  int watch_;
 };
 
 // The second image is damaged, and is read by the first of two threads. Each takes a millisecond:
@@ -273,6 +277,7 @@ TEST_F(ImageFolderTest, ADamagedFileEndsTheReadingOfAllThreads) {
   const OpenedFiles opened(folder_ / "train/a");
   EXPECT_THAT(message(Split::train, ImageFolderOptions().size(1)), HasSubstr("0001.ppm"));
   at::set_num_threads(before);
+  if (!opened.are_counted()) GTEST_SKIP() << "inotify has no watches left";
   EXPECT_GE(opened.count(), 2);
   EXPECT_LT(opened.count(), kImages / 2);
 }

@@ -144,8 +144,9 @@ class [[nodiscard]] MixedPrecision {
   /// master_params there. (LibTorch's functions that clip gradients write through data(). That is
   /// only noticed on a CPU, by 16 elements of each gradient.)
   ///
-  /// If the norm is not finite, nothing is clipped, and step() skips. Exception: where gradients are
-  /// not checked (see step()), it applies the non-finite ones; use error_if_nonfinite there. Error
+  /// If the norm is not finite, nothing is clipped, and step() skips. Exceptions: where gradients are
+  /// not checked (see step()), and where another optimizer that the loss was named for has stepped
+  /// since, it applies the non-finite ones; use error_if_nonfinite there. Error
   /// while gradients are scaled, as in step(), for a norm_type that is not above 0, and for a
   /// negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
@@ -212,8 +213,9 @@ class [[nodiscard]] MixedPrecision {
   /// torch::load without fp32_weights() works as well. LibTorch 2.11 puts the bytes of an fp32 file
   /// into a 16-bit tensor; the next forward, autocast, scale_loss, step or save detects that and
   /// converts the values. (Error if other tensors share the loaded memory, such as those of an
-  /// InputArchive that still exists.) torch::save without fp32_weights() writes 16 bits, which an
-  /// fp32 model cannot load.
+  /// InputArchive that still exists.) Inside a region torch::load of a file of another dtype is an
+  /// Error at the first 16-bit tensor; those before it are loaded. torch::save without
+  /// fp32_weights() writes 16 bits, which an fp32 model cannot load.
   void save_model(const Model& model, const std::string& path);
   void load_model(const Model& model, const std::string& path);
 
