@@ -66,4 +66,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Averaging::start(const at::Tensor& buffe
       c10::TensorType::get());
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> mean_async(at::Tensor gradients, const comm::Group& group) {
+  if (group.size() > 1) gradients.div_(group.size());
+  return group.all_reduce_async(gradients, comm::ReduceOp::sum).future();
+}
+
 }  // namespace semitone::parallel::detail

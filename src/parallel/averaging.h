@@ -27,4 +27,8 @@ class Averaging {
   const Divisor divisor_;
 };
 
+// The same without options, also in a group of one process: in fp16 the sum of N ranks may be
+// infinite where the mean is not, so the gradients are divided first.
+c10::intrusive_ptr<c10::ivalue::Future> mean_async(at::Tensor gradients, const comm::Group& group);
+
 }  // namespace semitone::parallel::detail

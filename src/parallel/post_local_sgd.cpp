@@ -3,7 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
-#include "src/parallel/two_rounds.h"
+#include "src/parallel/averaging.h"
 
 #include <ATen/ops/flatten_dense_tensors.h>
 #include <ATen/ops/unflatten_dense_tensors.h>

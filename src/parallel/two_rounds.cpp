@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
+#include "src/parallel/averaging.h"
 
 #include <ATen/OpMathType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -300,11 +301,6 @@ FuturePtr completed_with(const at::Tensor& tensor) {
   FuturePtr done = future_on(tensor.device());
   done->markCompleted(tensor);
   return done;
-}
-
-FuturePtr mean_async(at::Tensor gradients, const comm::Group& group) {
-  if (group.size() > 1) gradients.div_(group.size());
-  return group.all_reduce_async(gradients, comm::ReduceOp::sum).future();
 }
 
 void drop_overflows(at::Tensor& errors) {

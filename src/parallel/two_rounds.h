@@ -138,10 +138,6 @@ FuturePtr future_on(c10::Device device);
 // One that is completed with this tensor, in place of a message that need not be sent.
 FuturePtr completed_with(const at::Tensor& tensor);
 
-// Starts to replace gradients by their mean over the ranks. They are divided first, as in torch: in
-// fp16 the sum of N ranks may be infinite where the mean is not.
-FuturePtr mean_async(at::Tensor gradients, const comm::Group& group);
-
 // Sets elements beyond the range of fp16 to 0: of errors, which a step in range may have.
 void drop_overflows(at::Tensor& errors);
 
